@@ -1,0 +1,42 @@
+"""Speculative and batched generation for Hugging Face Transformers, exact at any batch size."""
+
+from .decoder import Decoder
+from .drafting import CausalLMDrafter, Drafter, PromptLookupDrafter
+from .generation import SpeculativeDecoderOnlyOutput, disable_speculation, enable_speculation
+from .logits_process import (
+    FrequencyPenalty,
+    LogitBias,
+    PresencePenalty,
+    RepetitionPenalty,
+    TokenPenalties,
+    UndecodableMask,
+    order_logits_processors,
+)
+from .request import DecodingRules, Request
+from .stats import DecodingStats
+from .verification import Candidates, Verification, verify
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Candidates",
+    "CausalLMDrafter",
+    "Decoder",
+    "DecodingRules",
+    "DecodingStats",
+    "Drafter",
+    "FrequencyPenalty",
+    "LogitBias",
+    "PresencePenalty",
+    "PromptLookupDrafter",
+    "RepetitionPenalty",
+    "Request",
+    "SpeculativeDecoderOnlyOutput",
+    "TokenPenalties",
+    "UndecodableMask",
+    "Verification",
+    "disable_speculation",
+    "enable_speculation",
+    "order_logits_processors",
+    "verify",
+]

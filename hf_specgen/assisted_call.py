@@ -1,0 +1,294 @@
+"""One assisted call of `generate`: what it asks for, whether the loop can serve it, and its requests.
+
+Refusals happen here, before the first forward pass.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch._dynamo import OptimizedModule
+from transformers import (
+    GenerationConfig,
+    LogitsProcessorList,
+    MaxTimeCriteria,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    StoppingCriteriaList,
+    SynthIDTextWatermarkLogitsProcessor,
+    UnbatchedClassifierFreeGuidanceLogitsProcessor,
+)
+from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
+
+from .compatibility import is_served_by_transformers, unsupported_reason
+from .decoder import Decoder
+from .drafting import CausalLMDrafter, Drafter, PromptLookupDrafter, check_num_assistant_tokens
+from .request import DecodingRules, PaddedBatch, Request
+
+if TYPE_CHECKING:
+    from .generation import SpeculationSettings
+
+DEFAULT_NUM_ASSISTANT_TOKENS = 5
+MODEL_KWARGS = {"attention_mask", "position_ids", "cache", "use_cache", "logits_to_keep"}
+STATEFUL_PROCESSORS = (UnbatchedClassifierFreeGuidanceLogitsProcessor, SynthIDTextWatermarkLogitsProcessor)
+SIMPLE_CRITERIA = (MaxLengthCriteria, EosTokenCriteria, MaxTimeCriteria)
+
+
+def is_for_transformers(
+    target: PreTrainedModel, assistant_model: Any, generation_config: GenerationConfig, mode_kwargs: dict
+) -> bool:
+    """Whether a call asks for a drafter that only transformers' own loop knows, or that has another tokenizer."""
+    return _foreign_drafter(assistant_model, generation_config, "assistant_tokenizer" in mode_kwargs) is not None
+
+
+def _foreign_drafter(assistant_model: Any, config: GenerationConfig, has_assistant_tokenizer: bool) -> str | None:
+    if has_assistant_tokenizer:
+        return "the draft has another tokenizer (`assistant_tokenizer`)"
+    if config.assistant_early_exit is not None:
+        return "`assistant_early_exit` is set"
+    if config.use_mtp:
+        return "`use_mtp` is set"
+    if config.speculation_type is not None:
+        return f"`speculation_type` is {config.speculation_type!r}"
+    if assistant_model is None or isinstance(assistant_model, Drafter) or hasattr(assistant_model, "make_drafter"):
+        return None
+    if type(assistant_model).__name__.startswith("Gemma4Assistant") or not hasattr(assistant_model, "forward"):
+        return f"the drafter is a `{type(assistant_model).__name__}`"
+    return None
+
+
+class AssistedCall:
+    """What `generate` has prepared when it comes to assisted decoding."""
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        input_ids: Tensor,
+        generation_config: GenerationConfig,
+        logits_processor: LogitsProcessorList,
+        stopping_criteria: StoppingCriteriaList,
+        model_kwargs: dict[str, Any],
+    ):
+        self.model = model
+        self.input_ids = input_ids
+        self.config = generation_config
+        self.logits_processor = logits_processor
+        self.stopping_criteria = stopping_criteria
+        self.model_kwargs = model_kwargs
+
+    def is_handed_over(
+        self, assistant_model: Any, assistant_tokenizer: Any, synced_gpus: bool, has_hook: bool
+    ) -> bool:
+        """
+        Whether transformers' own loop serves this call instead of ours.
+
+        Raises:
+            `ValueError`: if neither does, naming the reason.
+        """
+        self._refuse_wrong_everywhere()
+        reason = self._reason_for_transformers(assistant_model, assistant_tokenizer)
+        if reason is None:
+            return False
+        is_simple = all(type(criterion) in SIMPLE_CRITERIA for criterion in self.stopping_criteria)
+        is_served = is_served_by_transformers(self.model)
+        if len(self.input_ids) > 1 or not is_simple or synced_gpus or has_hook or not is_served:
+            raise ValueError(
+                f"Speculative decoding cannot serve this call: {reason}. transformers' own loop "
+                + (
+                    "could, but only one row, without stop strings, other stopping criteria, `synced_gpus` or hooks."
+                    if is_served
+                    else "cannot either. Call `generate` without a drafter."
+                )
+            )
+        return True
+
+    def _refuse_wrong_everywhere(self) -> None:
+        """What transformers' own loop would get wrong as well."""
+        problem = None
+        cache = self.model_kwargs.get("cache")
+        if self.model_kwargs.get("inputs_embeds") is not None:
+            problem = "`inputs_embeds` without token ids leaves nothing to draft from; pass `input_ids`"
+        elif self.input_ids.shape[1] == 0:
+            problem = "the prompt is empty"
+        elif self.model_kwargs.get("use_cache") is False:
+            problem = "`use_cache=False` leaves nothing to verify against"
+        elif self.config.cache_implementation == "quantized":
+            problem = "a quantized cache cannot be rolled back"
+        elif cache is not None and not self.model.config.is_encoder_decoder and cache.get_seq_length() > 0:
+            problem = "the given `cache` is not empty; pass the whole conversation as `input_ids` instead"
+        elif self.config.prefill_chunk_size is not None:
+            problem = "`prefill_chunk_size` is not supported"
+        elif stateful := [p for p in self.logits_processor if isinstance(p, STATEFUL_PROCESSORS)]:
+            problem = (
+                f"`{type(stateful[0]).__name__}` (`guidance_scale` or SynthID watermarking) keeps a state from call to "
+                "call, which candidates that are refused would spoil"
+            )
+        if problem is not None:
+            raise ValueError(f"Speculative decoding cannot serve this call: {problem}.")
+
+    def _reason_for_transformers(self, assistant_model: Any, assistant_tokenizer: Any) -> str | None:
+        if reason := unsupported_reason(self.model):
+            return reason
+        if reason := _foreign_drafter(assistant_model, self.config, assistant_tokenizer is not None):
+            return reason
+        cache = self.model_kwargs.get("cache")
+        if cache is not None and hasattr(cache, "_is_user_defined"):
+            return "a `cache` is given"
+        if self.config.cache_implementation not in (None, "dynamic", "static"):
+            return f"`cache_implementation` is {self.config.cache_implementation!r}"
+        if self.config.assistant_ensemble_weight is not None:
+            return "`assistant_ensemble_weight` changes the output law"
+        if self.config.output_attentions or self.config.output_hidden_states:
+            return "`output_attentions` and `output_hidden_states` are not collected"
+        given = {name for name, value in self.model_kwargs.items() if value is not None}
+        if extra := given - MODEL_KWARGS:
+            return f"the model inputs {sorted(extra)} are not known to the loop"
+        if not self._has_default_positions():
+            return "`position_ids` are not those that the attention mask implies"
+        if isinstance(assistant_model, PreTrainedModel) and not hasattr(assistant_model, "make_drafter"):
+            reason = unsupported_reason(assistant_model)
+            return None if reason is None else f"as a draft, {reason}"
+        return None
+
+    def _mask(self) -> Tensor:
+        mask = self.model_kwargs.get("attention_mask")
+        return torch.ones_like(self.input_ids) if mask is None else mask.to(self.input_ids.device)
+
+    def _has_default_positions(self) -> bool:
+        position_ids = self.model_kwargs.get("position_ids")
+        if position_ids is None:
+            return True
+        mask = self._mask()
+        expected = (mask.long().cumsum(-1) - 1).masked_fill(mask == 0, 0)
+        position_ids = position_ids.to(mask.device).masked_fill(mask == 0, 0)
+        return position_ids.shape[-1] == mask.shape[-1] and bool((position_ids == expected).all())
+
+    def make_drafter(
+        self, assistant_model: Any, settings: "SpeculationSettings", tokenizer: PreTrainedTokenizerBase | None
+    ) -> Drafter:
+        """The drafter that the call asks for, with its settings; the user's models are left as they are."""
+        num_lookup_tokens = self.config.prompt_lookup_num_tokens
+        if assistant_model is None:
+            return PromptLookupDrafter(num_lookup_tokens, settings.max_matching_ngram_size or 3)
+        if num_lookup_tokens is not None:
+            raise ValueError("Give either `assistant_model` or `prompt_lookup_num_tokens`, not both.")
+        if isinstance(assistant_model, Drafter):
+            return assistant_model
+        if hasattr(assistant_model, "make_drafter"):
+            return assistant_model.make_drafter(self.config)
+        if not isinstance(assistant_model, (PreTrainedModel, OptimizedModule)) and not hasattr(
+            assistant_model, "get_base_model"
+        ):
+            raise TypeError(f"`assistant_model` has to be a model or a `Drafter`, but is {assistant_model!r}.")
+        _check_vocabularies(self.model, assistant_model, tokenizer)
+        own = assistant_model.generation_config
+        asked = {
+            "num_assistant_tokens": settings.num_assistant_tokens or own.num_assistant_tokens,
+            "schedule": settings.num_assistant_tokens_schedule or own.num_assistant_tokens_schedule,
+            "confidence_threshold": (
+                own.assistant_confidence_threshold
+                if settings.assistant_confidence_threshold is None
+                else settings.assistant_confidence_threshold
+            ),
+        }
+        if settings.num_assistant_tokens is not None:
+            check_num_assistant_tokens(settings.num_assistant_tokens)
+        return CausalLMDrafter(assistant_model, **{k: v for k, v in asked.items() if v is not None})
+
+    def make_decoder(self, drafter: Drafter, settings: "SpeculationSettings") -> Decoder:
+        """A decoder with a seat for every row."""
+        capacity = None
+        if self.config.cache_implementation == "static":
+            # Room for the candidates behind a row's last token, and for the right padding of a shorter row.
+            capacity = self.input_ids.shape[1] + 2 * self._max_new_tokens() + DEFAULT_NUM_ASSISTANT_TOKENS
+        return Decoder(self.model, drafter, len(self.input_ids), capacity, settings.on_round, settings.trace)
+
+    def _max_new_tokens(self) -> int:
+        limits = [c.max_length for c in self.stopping_criteria if type(c) is MaxLengthCriteria]
+        return min(limits) - self.input_ids.shape[1]
+
+    def make_requests(self) -> list[Request]:
+        """
+        One request per row, all on the padded batch that `generate` was given.
+
+        Raises:
+            `ValueError`: for right padding, an empty row, ids outside the vocabulary, or a batch without padding id.
+        """
+        mask = self._mask()
+        if bool((mask[:, -1] == 0).any()):
+            raise ValueError(
+                "The attention mask ends in zeros, so the batch is right-padded or has an empty row. Pad on the left: "
+                "`tokenizer.padding_side = 'left'`."
+            )
+        max_new_tokens = self._max_new_tokens()
+        rules = self._rules()
+        batch = PaddedBatch(self.input_ids.to(self.model.device), max_new_tokens, rules)
+        return [
+            Request(
+                ids[kept].tolist(),
+                max_new_tokens,
+                rules,
+                batch=batch,
+                batch_row=row,
+                keep_scores=bool(self.config.output_scores and self.config.return_dict_in_generate),
+                keep_logits=bool(self.config.output_logits and self.config.return_dict_in_generate),
+            )
+            for row, (ids, kept) in enumerate(zip(self.input_ids, mask != 0))
+        ]
+
+    def _rules(self) -> DecodingRules:
+        vocab_size = self.model.config.get_text_config().vocab_size
+        eos_token_ids: set[int] = set()
+        for criterion in self.stopping_criteria:
+            if type(criterion) is EosTokenCriteria:
+                eos_token_ids.update(criterion.eos_token_id.flatten().tolist())
+        if outside := [i for i in eos_token_ids if not 0 <= i < vocab_size]:
+            raise ValueError(
+                f"`eos_token_id` {outside} is outside the vocabulary of {vocab_size} ids, so it would never be reached."
+            )
+        pad_token_id = self.config._pad_token_tensor
+        if pad_token_id is None and len(self.input_ids) > 1:
+            raise ValueError(
+                "A batch needs something to fill rows that end early: set `pad_token_id` or `eos_token_id` in the "
+                "generation config."
+            )
+        others = [c for c in self.stopping_criteria if type(c) not in (EosTokenCriteria, MaxLengthCriteria)]
+        return DecodingRules(
+            logits_processor=self.logits_processor,
+            stopping_criteria=StoppingCriteriaList(others),
+            eos_token_ids=frozenset(eos_token_ids),
+            do_sample=bool(self.config.do_sample),
+            pad_token_id=0 if pad_token_id is None else int(pad_token_id),
+        )
+
+    def sequences(self, requests: list[Request]) -> Tensor:
+        """Prompts and generated tokens, padded to the longest row, on the device of the input."""
+        batch = requests[0].batch
+        longest = max(len(request.token_ids) for request in requests)
+        return batch.token_ids[:, : batch.prompt_length + longest].to(self.input_ids.device)
+
+    def stacked(self, rows: list[list[Tensor]]) -> tuple[Tensor, ...]:
+        """Per step the scores of all rows, of shape `(rows, vocab)`; ended rows choose the padding for certain."""
+        sample = next(scores[0] for scores in rows if scores)
+        ended = torch.full_like(sample, -torch.inf)
+        ended[self._rules().pad_token_id] = 0.0
+        longest = max(len(scores) for scores in rows)
+        device = self.input_ids.device
+        return tuple(
+            torch.stack([scores[step] if step < len(scores) else ended for scores in rows]).to(device)
+            for step in range(longest)
+        )
+
+
+def _check_vocabularies(target: PreTrainedModel, draft: Any, tokenizer: PreTrainedTokenizerBase | None) -> None:
+    """Lets pass vocabularies of one tokenizer that are padded to different sizes."""
+    sizes = [model.config.get_text_config().vocab_size for model in (target, draft)]
+    if tokenizer is not None:
+        is_one_tokenizer = sizes[0] == sizes[1] or len(tokenizer) <= min(sizes)
+    else:
+        is_one_tokenizer = abs(sizes[0] - sizes[1]) <= min(1024, max(sizes) // 5)
+    if not is_one_tokenizer:
+        raise ValueError(
+            f"The target has a vocabulary of {sizes[0]} ids and the draft one of {sizes[1]}: these are not paddings of one "
+            "tokenizer. For a draft with another tokenizer pass `tokenizer=` and `assistant_tokenizer=`."
+        )

@@ -1,0 +1,120 @@
+"""Attention for masked blocks of a few positions, without a copy of the shared keys and values.
+
+transformers' sdpa function repeats every key and value once per query head of its group as soon as there is a mask and
+more than one position. Verification is exactly that case. The function here turns the query heads that share a key/value
+head into query rows instead; every other call goes to transformers' own function.
+"""
+
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import lru_cache
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig, PreTrainedModel
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+
+GROUPED_ATTENTION = "hf_specgen_grouped"
+MAX_POSITIONS = 16  # beyond, the copy no longer matters and the mask would grow with the number of groups
+
+
+def grouped_attention_forward(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    **kwargs,
+) -> tuple[Tensor, None]:
+    """
+    Scaled dot product attention in the form of transformers' `AttentionInterface`, with grouped heads kept grouped.
+
+    Args:
+        query (`torch.Tensor` of shape `(rows, heads, new, head_dim)`), key and value
+            (`(rows, kv_heads, columns, head_dim)`): the states.
+        attention_mask (`torch.BoolTensor` of shape `(rows, 1, new, columns)`, *optional*):
+            True where attention is allowed.
+
+    Returns:
+        The output of shape `(rows, new, heads, head_dim)`, and None for the weights.
+    """
+    rows, heads, new, _ = query.shape
+    kv_heads = key.shape[1]
+    if not _is_groupable(query, key, attention_mask, kwargs):
+        return sdpa_attention_forward(
+            module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
+        )
+    groups = heads // kv_heads
+    columns = attention_mask.shape[-1]
+    grouped_mask = attention_mask.expand(rows, groups, new, columns).reshape(rows, 1, groups * new, columns)
+    output = nn.functional.scaled_dot_product_attention(
+        query.reshape(rows, kv_heads, groups * new, query.shape[3]),
+        key,
+        value,
+        attn_mask=grouped_mask,
+        dropout_p=dropout,
+        scale=scaling,
+    )
+    return output.reshape(rows, heads, new, value.shape[3]).transpose(1, 2).contiguous(), None
+
+
+def _is_groupable(query: Tensor, key: Tensor, mask: Tensor | None, extras: dict) -> bool:
+    return (
+        mask is not None
+        and mask.dtype == torch.bool
+        and mask.ndim == 4
+        and mask.shape[1] == 1
+        and query.shape[1] > key.shape[1]
+        and 2 <= query.shape[2] <= MAX_POSITIONS
+        and all(extras.get(name) is None for name in ("position_bias", "softcap", "s_aux"))
+    )
+
+
+AttentionInterface.register(GROUPED_ATTENTION, grouped_attention_forward)
+AttentionMaskInterface.register(GROUPED_ATTENTION, sdpa_mask)
+
+_lock = threading.Lock()
+_users: Counter[int] = Counter()  # id of a config -> runs that use it now
+
+
+@contextmanager
+def grouped_attention(model: PreTrainedModel) -> Iterator[None]:
+    """
+    Uses grouped attention inside the block when `model` runs on transformers' sdpa attention, and restores sdpa after
+    it. Nested and concurrent blocks over one model are counted: the last to end restores.
+    """
+    configs = _switchable_configs(model)
+    with _lock:
+        for config in configs:
+            _users[id(config)] += 1
+            config._attn_implementation_internal = GROUPED_ATTENTION
+    try:
+        yield
+    finally:
+        with _lock:
+            for config in configs:
+                _users[id(config)] -= 1
+                if _users[id(config)] == 0:
+                    del _users[id(config)]
+                    config._attn_implementation_internal = "sdpa"
+
+
+def _switchable_configs(model: PreTrainedModel) -> list[PreTrainedConfig]:
+    """The configs that the model's attention layers read, where these layers run on sdpa through `AttentionInterface`."""
+    submodels = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
+    configs = {
+        id(submodel.config): submodel.config
+        for submodel in submodels
+        if submodel.config._attn_implementation in ("sdpa", GROUPED_ATTENTION) and _uses_interface(type(submodel))
+    }
+    return list(configs.values())
+
+
+@lru_cache
+def _uses_interface(model_class: type[PreTrainedModel]) -> bool:
+    return model_class._can_set_attn_implementation()  # reads the source file of the class

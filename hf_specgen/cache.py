@@ -1,0 +1,193 @@
+"""SlotCache: keys and values of several rows, each written at that row's own next columns.
+
+Rows are packed from column 0 on, so a position id is a column number. Rolling back is lowering one integer per row;
+nothing cached ever moves. Knows no model class: layer kinds come from the config.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from transformers import Cache, PreTrainedConfig
+from transformers.cache_utils import CacheLayerMixin, DummyLayer, get_layer_types_and_kwargs
+
+GROWTH_CHUNK = 128  # columns
+
+
+@dataclass(frozen=True)
+class SlotWrite:
+    """Where the next forward pass reads and writes: rows `first_row` to `first_row + num_rows`, at `columns`."""
+
+    first_row: int
+    num_rows: int
+    columns: Tensor  # (num_rows, new) where the new keys and values go
+    position_ids: Tensor  # (num_rows, new) the same, but right padding repeats the row's last valid position
+    width: int  # columns that attention sees
+    common_start: int | None  # the first column when it is the same in every row
+
+
+class SlotLayer(CacheLayerMixin):
+    """One layer's buffers of shape `(rows, heads, columns, head_dim)`; `cache.write` says where to write."""
+
+    is_sliding = False
+    supports_early_init = False
+
+    def __init__(self, cache: "SlotCache"):
+        super().__init__()
+        self.cache = cache
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        columns = self.cache.num_columns
+        self.keys = _new_buffer(key_states, self.cache.num_rows, columns)
+        self.values = _new_buffer(value_states, self.cache.num_rows, columns)
+        self.is_initialized = True
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        elif self.keys.shape[2] < self.cache.num_columns:
+            self.keys = _grown(self.keys, self.cache.num_columns)
+            self.values = _grown(self.values, self.cache.num_columns)
+        write = self.cache.write
+        return _store(self.keys, key_states, write), _store(self.values, value_states, write)
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.cache.write.width, 0
+
+    def get_seq_length(self) -> int:
+        return self.cache.get_seq_length()
+
+    def get_max_length(self) -> int:
+        return -1 if self.cache.capacity is None else self.cache.capacity
+
+
+def _new_buffer(states: Tensor, rows: int, columns: int) -> Tensor:
+    # Zeros, since masked columns are still multiplied (by a weight of 0) and must not be NaN.
+    return states.new_zeros(rows, states.shape[1], columns, states.shape[3])
+
+
+def _grown(buffer: Tensor, columns: int) -> Tensor:
+    grown = _new_buffer(buffer, buffer.shape[0], columns)
+    grown[:, :, : buffer.shape[2]] = buffer
+    return grown
+
+
+def _store(buffer: Tensor, states: Tensor, write: SlotWrite) -> Tensor:
+    rows = buffer[write.first_row : write.first_row + write.num_rows]
+    if write.common_start is not None:
+        rows[:, :, write.common_start : write.common_start + states.shape[2]] = states
+    else:
+        row_index = torch.arange(write.num_rows, device=buffer.device)[:, None]
+        rows[row_index, :, write.columns.to(buffer.device)] = states.transpose(1, 2)
+    return rows[:, :, : write.width]
+
+
+class SlotCache(Cache):
+    """
+    A [`~transformers.Cache`] in which every row has its own length.
+
+    Args:
+        config ([`~transformers.PreTrainedConfig`]):
+            The model's configuration; its layers must be of full or sliding attention.
+        num_rows (`int`):
+            How many rows (slots) there are.
+        capacity (`int`, *optional*):
+            A fixed number of columns, for static shapes. By default the buffers grow in chunks of
+            128 columns; growing is the one time at which they are reallocated.
+
+    Attributes:
+        lengths (`torch.LongTensor` of shape `(rows,)`, on the CPU):
+            How many columns of each row count.
+
+    Raises:
+        `ValueError`: if a layer keeps something other than keys and values of all past tokens.
+    """
+
+    def __init__(self, config: PreTrainedConfig, num_rows: int, capacity: int | None = None):
+        text_config = config.get_text_config(decoder=True)
+        kinds, settings = get_layer_types_and_kwargs(text_config)
+        if unknown := set(kinds) - {"full_attention", "sliding_attention", "dummy"}:
+            raise ValueError(
+                f"`SlotCache` holds full and sliding attention layers only, but the model has {sorted(unknown)} layers."
+            )
+        self.num_rows = num_rows
+        self.capacity = capacity
+        self.num_columns = capacity or 0
+        self.lengths = torch.zeros(num_rows, dtype=torch.long)
+        self.write: SlotWrite
+        windows = {setting.get("sliding_window") for kind, setting in zip(kinds, settings) if kind != "dummy"}
+        self._sliding_windows = windows - {None}
+        if len(self._sliding_windows) > 1:
+            raise ValueError(f"`SlotCache` serves one sliding window, but the layers have {self._sliding_windows}.")
+        # Layers that read another layer's keys and values ("dummy") need a mask of their own kind all the same.
+        self._mask_kinds = sorted(set(getattr(text_config, "layer_types", None) or kinds) - {"dummy", "moe", "mlp"})
+        super().__init__(layers=[DummyLayer() if kind == "dummy" else SlotLayer(self) for kind in kinds])
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return int(self.lengths.max())
+
+    def begin(self, rows: slice, num_tokens: Tensor, num_new: int, device: torch.device) -> SlotWrite:
+        """
+        Prepares a forward pass of `num_new` token columns for the rows `rows`.
+
+        Args:
+            rows (`slice`):
+                Consecutive rows, with explicit start and stop.
+            num_tokens (`torch.LongTensor` of shape `(rows,)`, on the CPU):
+                How many of the token columns count in each row; the rest is right padding.
+            num_new (`int`):
+                The number of token columns.
+            device (`torch.device`):
+                Where the model takes its inputs.
+        """
+        starts = self.lengths[rows]
+        width = int(starts.max()) + num_new
+        if self.capacity is not None and width > self.capacity:
+            raise ValueError(f"The cache has a `capacity` of {self.capacity} columns, but {width} are needed.")
+        if width > self.num_columns:
+            wanted = max(width, self.num_columns * 3 // 2)
+            self.num_columns = -(-wanted // GROWTH_CHUNK) * GROWTH_CHUNK
+        columns = starts[:, None] + torch.arange(num_new)
+        last_positions = starts + (num_tokens - 1).clamp(min=0)
+        self.write = SlotWrite(
+            first_row=rows.start,
+            num_rows=rows.stop - rows.start,
+            columns=columns.to(device, non_blocking=True),
+            position_ids=torch.minimum(columns, last_positions[:, None]).to(device, non_blocking=True),
+            width=width if self.capacity is None else self.capacity,
+            common_start=int(starts[0]) if bool((starts == starts[0]).all()) else None,
+        )
+        return self.write
+
+    def attention_mask(self, is_additive: bool, dtype: torch.dtype) -> Tensor | dict[str, Tensor]:
+        """
+        The 4-D mask of the pass prepared by `begin`: a query sees the columns up to its own, in sliding layers only
+        the last `sliding_window` of them. One tensor of shape `(rows, 1, new, columns)`, or one per layer kind.
+
+        Args:
+            is_additive (`bool`):
+                Floats to be added to the scores (eager attention) instead of booleans.
+            dtype (`torch.dtype`):
+                The type of an additive mask.
+        """
+        positions = self.write.columns[:, None, :, None]
+        columns = torch.arange(self.write.width, device=positions.device)
+        is_past = columns <= positions
+        masks = {"full_attention": is_past}
+        if self._sliding_windows:
+            (window,) = self._sliding_windows
+            masks["sliding_attention"] = is_past & (columns > positions - window)
+        if is_additive:
+            floor = torch.finfo(dtype).min
+            masks = {k: torch.zeros(m.shape, dtype=dtype, device=m.device).masked_fill_(~m, floor) for k, m in masks.items()}
+        if len(self._mask_kinds) == 1:
+            return masks[self._mask_kinds[0]]
+        return {kind: masks[kind] for kind in self._mask_kinds}
+
+    def advance(self, rows: slice, num_tokens: Tensor) -> None:
+        """Counts the tokens that the pass prepared by `begin` has written."""
+        self.lengths[rows] += num_tokens
+
+    def truncate(self, row: int, length: int) -> None:
+        """Rolls row `row` back to at most `length` columns."""
+        self.lengths[row] = min(int(self.lengths[row]), length)

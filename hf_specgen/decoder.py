@@ -1,0 +1,288 @@
+"""Decoder: seats requests and runs rounds. The one decoding loop of this package.
+
+A round: draft; one target pass over the anchor and the candidates; process and verify; commit. Eager decoding, batches,
+continuous batching and speculation are settings of it.
+"""
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.utils import ModelOutput
+
+from .attention import grouped_attention
+from .compatibility import check_positions, self_check, unsupported_reason
+from .drafting import Drafter
+from .request import Request
+from .rows import Rows, forward, forward_last, padded
+from .scoring import name_masking_processor, score
+from .stats import DecodingStats, RoundTrace
+from .stopping import cut
+from .verification import Candidates, Verification, verify
+
+RoundHook = Callable[[Rows, Candidates, Verification], None]
+
+
+class Decoder:
+    """
+    Decodes requests side by side; as one leaves, the next takes its seat.
+
+    Args:
+        model ([`~transformers.PreTrainedModel`]):
+            The target: a causal language model.
+        drafter ([`Drafter`], *optional*):
+            What proposes candidates. By default every round yields one token per row.
+        max_batch_size (`int`, *optional*, defaults to 8):
+            The number of seats.
+        capacity (`int`, *optional*):
+            A fixed number of cache columns, for static shapes.
+        on_round (`Callable[[Rows, Candidates, Verification], None]`, *optional*):
+            Called after every verification, before its tokens are committed.
+        trace (`bool`, *optional*, defaults to `False`):
+            Whether `stats.traces` keeps every round.
+
+    Attributes:
+        stats ([`DecodingStats`]): the counts so far.
+
+    Raises:
+        `ValueError`: if the loop cannot serve the target or the draft model, with the reason.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        drafter: Drafter | None = None,
+        max_batch_size: int = 8,
+        capacity: int | None = None,
+        on_round: RoundHook | None = None,
+        trace: bool = False,
+    ):
+        if not isinstance(max_batch_size, int) or max_batch_size < 1:
+            raise ValueError(f"`max_batch_size` has to be an int of at least 1, but is {max_batch_size!r}.")
+        self.model = model
+        self.drafter = drafter
+        self.on_round = on_round
+        self.trace = trace
+        self.stats = DecodingStats()
+        for used in self._models:
+            if reason := unsupported_reason(used):
+                raise ValueError(f"The decoding loop cannot serve this model: {reason}.")
+            self_check(used)
+        draft_cache = None if drafter is None else drafter.make_cache(max_batch_size)
+        self.rows = Rows(model, max_batch_size, capacity, draft_cache)
+        self._waiting: deque[Request] = deque()
+        self._newcomers: list[int] = []
+
+    @property
+    def _models(self) -> list[PreTrainedModel]:
+        return [m for m in (self.model, self.drafter and self.drafter.model) if m is not None]
+
+    def add(self, request: Request) -> None:
+        """
+        Queues a request.
+
+        Raises:
+            `ValueError`: if it leaves the positions that the models know, or names ids outside the vocabulary.
+        """
+        vocab_size = self.model.get_input_embeddings().num_embeddings
+        if (largest := max(request.prompt_ids)) >= vocab_size:
+            raise ValueError(f"`prompt_ids` holds {largest}, but the model's vocabulary has {vocab_size} ids.")
+        others = [r for r in self.rows.requests if r is not None]
+        for used, role in zip(self._models, ("target", "draft model")):
+            check_positions(used, [*others, *self._waiting, request], role)
+        self._waiting.append(request)
+
+    @property
+    def has_unfinished(self) -> bool:
+        """Whether a request waits or is being decoded."""
+        return bool(self._waiting) or any(request is not None for request in self.rows.requests)
+
+    def run(
+        self, requests: Iterable[Request], has_unfinished_peers: Callable[[bool], bool] | None = None
+    ) -> Iterator[list[Request]]:
+        """
+        Decodes until every request is finished.
+
+        Args:
+            requests (`Iterable[Request]`):
+                The requests, in the order in which they get seats.
+            has_unfinished_peers (`Callable[[bool], bool]`, *optional*):
+                For sharded models, whose forward passes must happen on all ranks: called before every round with
+                whether this rank still has work, it answers whether any rank has. A rank without work runs dummy
+                passes.
+
+        Yields:
+            After each round, the requests that got tokens or finished in it.
+        """
+        for request in requests:
+            self.add(request)
+        with ExitStack() as stack:
+            for used in self._models:
+                stack.enter_context(grouped_attention(used))
+            while has_unfinished_peers(self.has_unfinished) if has_unfinished_peers else self.has_unfinished:
+                if self.has_unfinished:
+                    yield self.step()
+                else:
+                    self._dummy_pass()
+
+    @torch.no_grad()
+    def step(self) -> list[Request]:
+        """Runs one round: the prefill of newcomers if there are any, else a round of all rows."""
+        start = time.perf_counter()
+        measured = sum(self.stats.seconds.values())
+        while self._waiting and None in self.rows.requests:
+            self._newcomers.append(self.rows.join(self._waiting.popleft()))
+        progressed = self._prefill() if self._newcomers else self._round()
+        inside = sum(self.stats.seconds.values()) - measured
+        self.stats.seconds["other"] += time.perf_counter() - start - inside
+        return progressed
+
+    def _prefill(self) -> list[Request]:
+        """A round in which nothing is drafted, over the first run of neighbouring newcomers."""
+        first = last = self._newcomers.pop(0)
+        while self._newcomers and self._newcomers[0] == last + 1:
+            last = self._newcomers.pop(0)
+        self.rows.span = slice(first, last + 1)
+        candidates = Candidates.none(self.rows.num_spanned, self.rows.device)
+        token_ids, num_tokens = padded(self.rows.pending(self.rows.cache), self.rows.device)
+        with self._phase("verify"):
+            outputs = forward_last(
+                self.model, self.rows.cache, self.rows.span, token_ids, num_tokens, **self._observed_states()
+            )
+        return self._finish_round(candidates, outputs, is_prefill=True)
+
+    def _round(self) -> list[Request]:
+        occupied = [seat for seat, request in enumerate(self.rows.requests) if request is not None]
+        self.rows.span = slice(occupied[0], occupied[-1] + 1)
+        with self._phase("draft"):
+            candidates = self._draft()
+        anchors, _ = padded([tokens or [0] for tokens in self.rows.pending(self.rows.cache)], self.rows.device)
+        assert anchors.shape[1] == 1, "a cache holds all committed tokens but the last"
+        is_live = torch.tensor([request is not None for request in self.rows.spanned])
+        with self._phase("verify"):
+            outputs = forward(
+                self.model,
+                self.rows.cache,
+                self.rows.span,
+                torch.cat([anchors, candidates.token_ids], dim=1),
+                (candidates.lengths + 1) * is_live,
+                **self._observed_states(),
+            )
+        return self._finish_round(candidates, outputs, is_prefill=False)
+
+    def _draft(self) -> Candidates:
+        if self.drafter is None:
+            return Candidates.none(self.rows.num_spanned, self.rows.device)
+        # The last token of the budget needs no candidate: the target gives it anyway.
+        room = [0 if r is None or r.error else r.num_remaining - 1 for r in self.rows.spanned]
+        if max(room) == 0:
+            return Candidates.none(self.rows.num_spanned, self.rows.device)
+        num_forwards = self.drafter.num_forwards
+        candidates = self.drafter.draft(self.rows, torch.tensor(room))
+        self.stats.draft_forwards += self.drafter.num_forwards - num_forwards
+        longest = int(candidates.lengths.max())
+        probs = None if candidates.probs is None else candidates.probs[:, :longest]
+        return Candidates(candidates.token_ids[:, :longest], candidates.lengths, probs)
+
+    def _observed_states(self) -> dict[str, list[int]]:
+        layer_ids = () if self.drafter is None else self.drafter.target_layer_ids
+        return {"output_hidden_states": [layer + 1 for layer in layer_ids]} if layer_ids else {}
+
+    def _finish_round(self, candidates: Candidates, outputs: ModelOutput, is_prefill: bool) -> list[Request]:
+        self.stats.target_forwards += 1
+        with self._phase("processors"):
+            scores = score(self.rows, outputs.logits, candidates.token_ids, candidates.lengths)
+            verification = self._verify(candidates, scores)
+            table = torch.cat(
+                [
+                    candidates.token_ids,
+                    verification.next_token_ids[:, None],
+                    verification.num_accepted[:, None],
+                    verification.is_possible[:, None],
+                ],
+                dim=1,
+            ).tolist()  # the round's one wait for the device
+        if self.drafter is not None:
+            with self._phase("draft"):
+                self.drafter.observe(self.rows, candidates, outputs)
+        if self.on_round is not None:
+            self.on_round(self.rows, candidates, verification)
+        for row, request in self.rows.live():
+            if not table[row][-1] and request.error is None:
+                self._refuse_impossible(row, request, candidates, outputs.logits)
+        self._keep_scores(table, scores, outputs.logits)
+        return self._commit(candidates, table, is_prefill)
+
+    def _verify(self, candidates: Candidates, scores: Tensor) -> Verification:
+        do_sample = [request is not None and request.rules.do_sample for request in self.rows.spanned]
+        if not any(do_sample):
+            return verify(candidates, scores, do_sample)
+        # A row draws one number per candidate and one for the next token, whatever the others draw.
+        k = candidates.token_ids.shape[1]
+        drawn = self.rows.draw((candidates.lengths + 1).tolist(), k + 1)
+        noise = drawn.clone()
+        noise[:, k] = drawn.gather(1, candidates.lengths[:, None])[:, 0]
+        return verify(candidates, scores, do_sample, noise.to(scores.device))
+
+    def _refuse_impossible(self, row: int, request: Request, candidates: Candidates, logits: Tensor) -> None:
+        culprit = name_masking_processor(self.rows, logits, candidates.token_ids, candidates.lengths, row)
+        error = ValueError(
+            f"No token is left to choose after {request.num_committed} tokens of row {request.batch_row}: {culprit} "
+            "masked all that remained, or the scores are not numbers."
+        )
+        if not request.is_alone:
+            raise error
+        request.error = error
+
+    def _keep_scores(self, table: list[list[int]], scores: Tensor, logits: Tensor) -> None:
+        for row, request in self.rows.live():
+            num_emitted = min(table[row][-2] + 1, request.num_remaining)
+            if request.keep_scores:
+                request.scores.extend(scores[row, :num_emitted].unbind())
+            if request.keep_logits:
+                request.logits.extend(logits[row, :num_emitted].float().unbind())
+
+    def _commit(self, candidates: Candidates, table: list[list[int]], is_prefill: bool) -> list[Request]:
+        live = self.rows.live()
+        tokens = [table[row][: table[row][-2]] + [table[row][-3]] for row, _ in live]
+        cuts = cut([request for _, request in live], tokens)
+        for (row, request), new_ids, (num_taken, finish_reason) in zip(live, tokens, cuts):
+            seat = self.rows.span.start + row
+            if request.error is not None:
+                num_taken, finish_reason = 0, "error"
+            self.rows.commit(seat, new_ids[:num_taken])
+            request.finish_reason = finish_reason
+            del request.scores[len(request.token_ids) :], request.logits[len(request.token_ids) :]
+            self._record(request, candidates.lengths[row], table[row], num_taken, is_prefill)
+            if finish_reason is not None:
+                self.rows.leave(seat)
+        return [request for _, request in live]
+
+    def _record(self, request: Request, length: Tensor, entry: list[int], num_taken: int, is_prefill: bool) -> None:
+        if is_prefill:
+            self.stats.tokens += num_taken
+            return
+        num_proposed, num_accepted = int(length), entry[-2]
+        self.stats.record_round(num_proposed, num_accepted, num_taken)
+        if self.trace:
+            next_token_id = entry[-3] if num_taken > num_accepted else None
+            kept = min(num_accepted, num_taken)
+            self.stats.traces.append(
+                RoundTrace(request.batch_row, tuple(entry[:num_proposed]), kept, next_token_id)
+            )
+
+    def _dummy_pass(self) -> None:
+        """What a rank without work runs so that the others' collectives complete; changes nothing."""
+        token_ids = torch.zeros(1, 1, dtype=torch.long, device=self.rows.device)
+        with torch.no_grad():
+            self.model(input_ids=token_ids, use_cache=False, **self._observed_states())
+
+    @contextmanager
+    def _phase(self, name: str) -> Iterator[None]:
+        start = time.perf_counter()
+        yield
+        self.stats.seconds[name] += time.perf_counter() - start

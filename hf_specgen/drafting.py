@@ -1,0 +1,288 @@
+"""Drafters: what proposes candidates. The contract, a causal language model, and n-gram lookup in the row's own text."""
+
+from abc import ABC, abstractmethod
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.utils import ModelOutput
+
+from .cache import SlotCache
+from .request import Request
+from .rows import Rows, forward, forward_last, padded
+from .scoring import score
+from .verification import Candidates, sample
+
+LONG_PREFILL = 16  # tokens; rows that lack more than this are fed apart from rows that lack less
+
+
+class Drafter(ABC):
+    """
+    What proposes candidates for a round. Three methods are the whole contract.
+
+    Attributes:
+        target_layer_ids (`tuple[int, ...]`): layers of the target whose output hidden states `observe` needs; layer
+            `i` is found as `outputs.hidden_states[i + 1]`.
+        num_forwards (`int`): forward passes of the drafter so far.
+        model (`PreTrainedModel`, *optional*): the model that drafts, if there is one.
+    """
+
+    target_layer_ids: tuple[int, ...] = ()
+    num_forwards: int = 0
+    model: PreTrainedModel | None = None
+
+    @abstractmethod
+    def make_cache(self, rows: int) -> SlotCache | None:
+        """A cache for `rows` rows, None if drafting needs none. `Rows` rolls it back with the target's."""
+
+    @abstractmethod
+    def draft(self, rows: Rows, max_tokens: Tensor) -> Candidates:
+        """
+        Proposes candidates for the rows of the span.
+
+        Args:
+            rows ([`Rows`]):
+                The rows. Their drafter cache holds at most all committed tokens but the last; what is missing is
+                fed here.
+            max_tokens (`torch.LongTensor` of shape `(rows,)`, on the CPU):
+                The most candidates that each row can use, 0 where no request sits.
+        """
+
+    @abstractmethod
+    def observe(self, rows: Rows, candidates: Candidates, outputs: ModelOutput) -> None:
+        """
+        Sees the target's output before anything is committed.
+
+        Args:
+            rows ([`Rows`]):
+                The rows as they were when the candidates were drafted.
+            candidates ([`Candidates`]):
+                What was verified; no candidates in a prefill.
+            outputs (`ModelOutput`):
+                The target's output over the pending tokens of each row and its candidates.
+        """
+
+
+def check_num_assistant_tokens(num_assistant_tokens: int) -> int:
+    """Returns the number, or raises in a sentence."""
+    if not isinstance(num_assistant_tokens, int) or isinstance(num_assistant_tokens, bool):
+        raise TypeError(f"`num_assistant_tokens` has to be an int, but is {num_assistant_tokens!r}.")
+    if num_assistant_tokens < 1:
+        raise ValueError(f"`num_assistant_tokens` has to be at least 1, but is {num_assistant_tokens}.")
+    return num_assistant_tokens
+
+
+class CausalLMDrafter(Drafter):
+    """
+    Drafts with a causal language model over the target's vocabulary.
+
+    The target's processors and warpers are applied to the draft's scores once, so under sampling a draft equal to the
+    target is accepted whole.
+
+    Args:
+        model ([`~transformers.PreTrainedModel`]):
+            The draft model. Its vocabulary may be padded to another size than the target's.
+        num_assistant_tokens (`int`, *optional*, defaults to 5):
+            Candidates per round, at the start if the schedule is heuristic.
+        confidence_threshold (`float`, *optional*, defaults to 0.0):
+            A row stops drafting after a candidate whose probability under the draft is below this; that candidate is
+            kept, since dropping it would bias the output. 0 never stops.
+        schedule (`str`, *optional*, defaults to `"constant"`):
+            `"heuristic"` adds 2 candidates to a row's block after a round in which all were accepted and takes 1 away
+            otherwise; `"heuristic_transient"` is the same here, since nothing outlives a request.
+        temperature (`float`, *optional*, defaults to 1.0):
+            Divides the draft's processed scores in sampling rows; 0 drafts the best token. The output law stays the
+            target's either way.
+
+    Raises:
+        `ValueError` or `TypeError`: for settings outside these ranges.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        num_assistant_tokens: int = 5,
+        confidence_threshold: float = 0.0,
+        schedule: str = "constant",
+        temperature: float = 1.0,
+    ):
+        if not 0 <= confidence_threshold < 1:
+            raise ValueError(
+                f"`assistant_confidence_threshold` has to be in [0, 1), but is {confidence_threshold!r}."
+            )
+        if schedule not in ("constant", "heuristic", "heuristic_transient"):
+            raise ValueError(
+                "`num_assistant_tokens_schedule` has to be 'constant', 'heuristic' or 'heuristic_transient', "
+                f"but is {schedule!r}."
+            )
+        if not 0 <= temperature < float("inf"):
+            raise ValueError(f"`temperature` of a drafter has to be a finite number >= 0, but is {temperature!r}.")
+        self.model: PreTrainedModel = model
+        self.num_assistant_tokens = check_num_assistant_tokens(num_assistant_tokens)
+        self.confidence_threshold = confidence_threshold
+        self.is_heuristic = schedule != "constant"
+        self.temperature = temperature
+        self.num_forwards = 0
+
+    def make_cache(self, rows: int) -> SlotCache:
+        return SlotCache(self.model.config, rows)
+
+    def observe(self, rows: Rows, candidates: Candidates, outputs: ModelOutput) -> None:
+        pass
+
+    def draft(self, rows: Rows, max_tokens: Tensor) -> Candidates:
+        limits = torch.minimum(max_tokens, self._block_sizes(rows))
+        k = int(limits.max())
+        if k == 0:
+            return Candidates.none(rows.num_spanned, rows.device)
+        do_sample = [request is not None and request.rules.do_sample for request in rows.spanned]
+        is_sampling = any(do_sample) and self.temperature > 0
+        noise = rows.draw(limits.tolist(), k).to(rows.device) if is_sampling else None
+        lengths = torch.zeros_like(limits)
+        is_open = limits > 0
+        candidate_ids = torch.zeros(rows.num_spanned, 0, dtype=torch.long, device=rows.device)
+        laws = []
+        logits = self._feed_pending(rows)
+        for step in range(k):
+            scores = score(rows, logits, candidate_ids, lengths, first=step)[:, 0]
+            lengths += is_open
+            token_ids = scores.argmax(dim=-1)
+            if is_sampling or self.confidence_threshold > 0:
+                probs = (scores / self.temperature if is_sampling else scores).softmax(dim=-1)
+            if is_sampling:
+                sampling_rows = torch.tensor(do_sample, device=rows.device)
+                token_ids = torch.where(sampling_rows, sample(probs.nan_to_num(), noise[:, step]), token_ids)
+                laws.append(probs)
+            candidate_ids = torch.cat([candidate_ids, token_ids[:, None]], dim=1)
+            is_open = is_open & (lengths < limits)
+            if self.confidence_threshold > 0:
+                confidence = probs.gather(1, token_ids[:, None])[:, 0]
+                is_open = is_open & (confidence >= self.confidence_threshold).cpu()
+            if step + 1 == k or not bool(is_open.any()):
+                break
+            logits = self._feed(rows, rows.span, token_ids[:, None], is_open.long())
+        self._remember(rows, lengths)
+        return Candidates(candidate_ids, lengths, torch.stack(laws, dim=1) if laws else None)
+
+    def _block_sizes(self, rows: Rows) -> Tensor:
+        """How many candidates each row's schedule asks for."""
+        if not self.is_heuristic:
+            return torch.full((rows.num_spanned,), self.num_assistant_tokens)
+        return torch.tensor([self._scheduled(request) for request in rows.spanned])
+
+    def _scheduled(self, request: Request | None) -> int:
+        if request is None:
+            return 0
+        block = request.state.get("block_size", self.num_assistant_tokens)
+        if "num_drafted" in request.state:
+            num_accepted = len(request.token_ids) - request.state["num_generated"] - 1
+            block = block + 2 if num_accepted >= request.state["num_drafted"] else max(1, block - 1)
+        request.state["block_size"] = block
+        return block
+
+    def _remember(self, rows: Rows, lengths: Tensor) -> None:
+        for row, request in rows.live():
+            request.state["num_drafted"] = int(lengths[row])
+            request.state["num_generated"] = len(request.token_ids)
+
+    def _feed_pending(self, rows: Rows) -> Tensor:
+        """Feeds every row what its cache lacks; returns the scores after its last token. (rows, 1, vocab)"""
+        cache = rows.draft_cache
+        missing = [len(tokens) for tokens in rows.pending(cache)]
+        if max(missing) > LONG_PREFILL and any(0 < n <= LONG_PREFILL for n in missing):
+            for row, count in enumerate(missing):
+                if count > LONG_PREFILL:
+                    seat = slice(rows.span.start + row, rows.span.start + row + 1)
+                    token_ids, num_tokens = padded([rows.pending(cache, seat)[0][:-1]], rows.device)
+                    self._feed(rows, seat, token_ids, num_tokens)
+        token_ids, num_tokens = padded(rows.pending(cache), rows.device)
+        return self._feed(rows, rows.span, token_ids, num_tokens)
+
+    def _feed(self, rows: Rows, span: slice, token_ids: Tensor, num_tokens: Tensor) -> Tensor:
+        self.num_forwards += 1
+        vocab_size = self.model.get_input_embeddings().num_embeddings
+        token_ids = torch.where(token_ids < vocab_size, token_ids, 0).to(self.model.device)
+        run = forward if token_ids.shape[1] == 1 else forward_last
+        logits = run(self.model, rows.draft_cache, span, token_ids, num_tokens).logits
+        return _with_vocab(logits, rows.model.config.get_text_config().vocab_size).to(rows.device)
+
+
+def _with_vocab(logits: Tensor, vocab_size: int) -> Tensor:
+    """Cut or filled with -inf to the target's vocabulary: paddings of one tokenizer differ at the end only."""
+    missing = vocab_size - logits.shape[-1]
+    if missing <= 0:
+        return logits[..., :vocab_size]
+    return torch.nn.functional.pad(logits, (0, missing), value=-torch.inf)
+
+
+class PromptLookupDrafter(Drafter):
+    """
+    Proposes what followed the latest earlier occurrence of the row's last tokens (Saxena 2023,
+    https://github.com/apoorvumang/prompt-lookup-decoding). Needs no model and costs next to nothing.
+
+    Args:
+        num_assistant_tokens (`int`, *optional*, defaults to 5):
+            Candidates per round. A repetition that reaches the end of the text is continued periodically.
+        max_ngram_size (`int`, *optional*, defaults to 3):
+            The longest run of last tokens that is looked for; shorter ones are tried after it.
+
+    Raises:
+        `ValueError` or `TypeError`: if a number is not an int of at least 1.
+    """
+
+    def __init__(self, num_assistant_tokens: int = 5, max_ngram_size: int = 3):
+        if not isinstance(max_ngram_size, int) or max_ngram_size < 1:
+            raise ValueError(f"`max_matching_ngram_size` has to be an int of at least 1, but is {max_ngram_size!r}.")
+        self.num_assistant_tokens = check_num_assistant_tokens(num_assistant_tokens)
+        self.max_ngram_size = max_ngram_size
+
+    def make_cache(self, rows: int) -> None:
+        return None
+
+    def observe(self, rows: Rows, candidates: Candidates, outputs: ModelOutput) -> None:
+        pass
+
+    def draft(self, rows: Rows, max_tokens: Tensor) -> Candidates:
+        blocks: list[list[int]] = [[] for _ in range(rows.num_spanned)]
+        for row, request in rows.live():
+            blocks[row] = self._look_up(request, min(self.num_assistant_tokens, int(max_tokens[row])))
+        token_ids, lengths = padded(blocks, rows.device)
+        return Candidates(token_ids, lengths)
+
+    def _look_up(self, request: Request, count: int) -> list[int]:
+        index = request.state.setdefault("ngram_index", _NgramIndex(self.max_ngram_size))
+        index.extend(request.committed_from(len(index.ids)))
+        start = index.find()
+        if start is None:
+            return []
+        block: list[int] = []
+        while len(block) < count:
+            position = start + len(block)
+            block.append(index.ids[position] if position < len(index.ids) else block[position - len(index.ids)])
+            if block[-1] in request.rules.eos_token_ids:
+                break
+        return block
+
+
+class _NgramIndex:
+    """Where each n-gram of a growing text was last followed by a token."""
+
+    def __init__(self, max_size: int):
+        self.max_size = max_size
+        self.ids: list[int] = []
+        self._next: dict[tuple[int, ...], int] = {}  # n-gram -> index of the token that followed it
+
+    def extend(self, token_ids: list[int]) -> None:
+        for token_id in token_ids:
+            end = len(self.ids)
+            for size in range(1, min(self.max_size, end) + 1):
+                self._next[tuple(self.ids[end - size :])] = end
+            self.ids.append(token_id)
+
+    def find(self) -> int | None:
+        """The index of the token that followed the latest earlier occurrence of the longest known ending."""
+        for size in range(min(self.max_size, len(self.ids)), 0, -1):
+            start = self._next.get(tuple(self.ids[-size:]))
+            if start is not None:
+                return start
+        return None

@@ -1,0 +1,236 @@
+"""Door one: `model.generate(..., assistant_model=draft)` on our loop.
+
+`enable_speculation` swaps the instance's class for a subclass in which `_assisted_decoding` runs the [`Decoder`]. By then
+`generate` has prepared processors, criteria and inputs, so what a user can ask of it works here too.
+"""
+
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+from torch._dynamo import OptimizedModule
+from transformers import (
+    GenerationConfig,
+    LogitsProcessorList,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    StoppingCriteriaList,
+)
+from transformers.generation import BaseStreamer, GenerateDecoderOnlyOutput, GenerationMode
+
+from .assisted_call import AssistedCall, is_for_transformers
+from .decoder import RoundHook
+from .stats import DecodingStats
+
+ModelT = TypeVar("ModelT")
+
+
+@dataclass
+class SpeculativeDecoderOnlyOutput(GenerateDecoderOnlyOutput):
+    """
+    What `generate(..., return_dict_in_generate=True)` returns: [`~transformers.generation.GenerateDecoderOnlyOutput`]
+    and the run's statistics. `cache` is None: a slot cache cannot be continued by plain `generate`. After a row's end
+    its `scores` and `logits` are 0 for the padding and -inf elsewhere.
+    """
+
+    speculation_stats: DecodingStats | None = None
+
+
+@dataclass(frozen=True)
+class SpeculationSettings:
+    """What the caller said about speculation, None where nothing: transformers would fill in its own defaults."""
+
+    num_assistant_tokens: int | None = None
+    num_assistant_tokens_schedule: str | None = None
+    assistant_confidence_threshold: float | None = None
+    max_matching_ngram_size: int | None = None
+    on_round: RoundHook | None = None
+    trace: bool = False
+
+
+ASSISTANT_SETTINGS = (
+    "num_assistant_tokens",
+    "num_assistant_tokens_schedule",
+    "assistant_confidence_threshold",
+    "max_matching_ngram_size",
+)
+
+
+class SpeculationMixin:
+    """The three methods of `GenerationMixin` that speculation overrides."""
+
+    def _prepare_generation_config(
+        self, generation_config: GenerationConfig | None, **kwargs: Any
+    ) -> tuple[GenerationConfig, dict]:
+        on_round, trace = kwargs.pop("on_round", None), kwargs.pop("trace", False)
+        said = {name: _said(name, kwargs, generation_config, self.generation_config) for name in ASSISTANT_SETTINGS}
+        prepared, model_kwargs = super()._prepare_generation_config(generation_config, **kwargs)
+        prepared._speculation = SpeculationSettings(**said, on_round=on_round, trace=trace)
+        return prepared, model_kwargs
+
+    def _validate_generation_mode(
+        self, generation_mode: GenerationMode, generation_config: GenerationConfig, generation_mode_kwargs: dict
+    ) -> None:
+        has_drafter = (
+            "assistant_model" in generation_mode_kwargs or generation_config.prompt_lookup_num_tokens is not None
+        )
+        is_assisted = generation_mode == GenerationMode.ASSISTED_GENERATION
+        if has_drafter and not is_assisted:
+            raise ValueError(
+                f"Speculative decoding knows greedy search and sampling, but the settings ask for "
+                f"{generation_mode.value!r}. Drop `assistant_model` and `prompt_lookup_num_tokens`, or set `num_beams=1`."
+            )
+        settings: SpeculationSettings = generation_config._speculation
+        if not is_assisted and (settings.on_round is not None or settings.trace):
+            raise ValueError("`on_round` and `trace` need `assistant_model` or `prompt_lookup_num_tokens`.")
+        assistant_model = generation_mode_kwargs.get("assistant_model")
+        if not is_assisted or is_for_transformers(self, assistant_model, generation_config, generation_mode_kwargs):
+            super()._validate_generation_mode(generation_mode, generation_config, generation_mode_kwargs)
+
+    def _assisted_decoding(
+        self,
+        input_ids: Tensor,
+        logits_processor: LogitsProcessorList,
+        stopping_criteria: StoppingCriteriaList,
+        generation_config: GenerationConfig,
+        synced_gpus: bool = False,
+        streamer: BaseStreamer | None = None,
+        inputs_tensor: Tensor | None = None,
+        assistant_model: PreTrainedModel | None = None,
+        assistant_tokenizer: PreTrainedTokenizerBase | None = None,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+        **model_kwargs: Any,
+    ) -> SpeculativeDecoderOnlyOutput | Tensor:
+        settings: SpeculationSettings = generation_config._speculation
+        call = AssistedCall(self, input_ids, generation_config, logits_processor, stopping_criteria, model_kwargs)
+        if call.is_handed_over(assistant_model, assistant_tokenizer, synced_gpus, settings.on_round is not None):
+            del generation_config._speculation  # transformers copies the configuration for its drafters
+            self.speculation_stats = None
+            return super()._assisted_decoding(
+                input_ids,
+                logits_processor,
+                stopping_criteria,
+                generation_config,
+                synced_gpus=synced_gpus,
+                streamer=streamer,
+                inputs_tensor=inputs_tensor,
+                assistant_model=assistant_model,
+                assistant_tokenizer=assistant_tokenizer,
+                tokenizer=tokenizer,
+                **model_kwargs,
+            )
+        if streamer is not None and len(input_ids) > 1:
+            raise ValueError(f"`streamer` works with one row at a time, but the batch has {len(input_ids)} rows.")
+        drafter = call.make_drafter(assistant_model, settings, tokenizer)
+        decoder = call.make_decoder(drafter, settings)
+        requests = call.make_requests()
+        peers = None
+        if synced_gpus:
+            peers = lambda is_busy: self._has_unfinished_sequences(not is_busy, True, self.device)  # noqa: E731
+        num_streamed = 0
+        for _ in decoder.run(requests, peers):
+            if streamer is not None:
+                for token_id in requests[0].token_ids[num_streamed:]:
+                    streamer.put(torch.tensor([token_id]))
+                num_streamed = len(requests[0].token_ids)
+        if streamer is not None:
+            streamer.end()
+        self.speculation_stats = decoder.stats
+        sequences = call.sequences(requests)
+        if not generation_config.return_dict_in_generate:
+            return sequences
+        return SpeculativeDecoderOnlyOutput(
+            sequences=sequences,
+            scores=call.stacked([r.scores for r in requests]) if generation_config.output_scores else None,
+            logits=call.stacked([r.logits for r in requests]) if generation_config.output_logits else None,
+            speculation_stats=decoder.stats,
+        )
+
+    def __reduce_ex__(self, protocol: int) -> tuple:
+        return _rebuild, (type(self).__mro__[2],), self.__dict__.copy()
+
+
+def _said(name: str, kwargs: dict, given: GenerationConfig | None, default: GenerationConfig) -> Any:
+    """What the call, the configuration given to it or the model's own says, in this order."""
+    values = [kwargs.get(name), None if given is None else getattr(given, name), getattr(default, name)]
+    return next((value for value in values if value is not None), None)
+
+
+_subclasses: dict[type, type] = {}
+
+
+def _speculative_class(base: type) -> type:
+    if base not in _subclasses:
+        names = {"__module__": base.__module__, "__qualname__": base.__qualname__, "__doc__": base.__doc__}
+        _subclasses[base] = type(base.__name__, (SpeculationMixin, base), names)
+    return _subclasses[base]
+
+
+def _rebuild(base: type) -> PreTrainedModel:
+    subclass = _speculative_class(base)
+    return subclass.__new__(subclass)
+
+
+def enable_speculation(model: ModelT) -> ModelT:
+    """
+    Makes `model.generate(..., assistant_model=draft)` and `prompt_lookup_num_tokens=` run on this package's loop: at
+    any batch size, with left padding, processors, stop strings and sampling, exactly.
+
+    The model stays the same object and of its own class; saving, copying and pickling work as before, and `generate`
+    without a drafter is untouched. Calling this twice is calling it once.
+
+    With a drafter `generate` also takes `on_round` (called after every verification with rows, candidates and
+    verification) and `trace=True`, and leaves its counts in `model.speculation_stats`. Instead of a model,
+    `assistant_model` may be a [`Drafter`].
+
+    Args:
+        model ([`~transformers.PreTrainedModel`], `PeftModel` or compiled module):
+            A causal language model; wrappers are looked through.
+
+    Returns:
+        The object that was given.
+
+    Raises:
+        `TypeError`: if it holds no transformers model that can generate.
+        `ValueError`: if it is a PEFT model that learns a prompt.
+    """
+    target = unwrap(model)
+    if not isinstance(target, SpeculationMixin):
+        target.__class__ = _speculative_class(type(target))
+    return model
+
+
+def disable_speculation(model: ModelT) -> ModelT:
+    """
+    Gives the model its own class back. Does nothing if speculation is not enabled.
+
+    Raises:
+        `ValueError`: if another library has changed the class since.
+    """
+    target = unwrap(model)
+    base = type(target).__mro__[2] if len(type(target).__mro__) > 2 else object
+    if _subclasses.get(base) is type(target):
+        target.__class__ = base
+        target.__dict__.pop("speculation_stats", None)
+    elif isinstance(target, SpeculationMixin):
+        raise ValueError(
+            f"The class of the model was changed to {type(target).__name__!r} after `enable_speculation`; undo that first."
+        )
+    return model
+
+
+def unwrap(model: Any) -> PreTrainedModel:
+    """The transformers model inside a compiled module or a `PeftModel`."""
+    if isinstance(model, OptimizedModule):
+        return unwrap(model._orig_mod)
+    if hasattr(model, "peft_config") and hasattr(model, "get_base_model"):
+        if any(config.is_prompt_learning for config in model.peft_config.values()):
+            raise ValueError(
+                "PEFT models that learn a prompt build their inputs outside the model, where speculation cannot follow. "
+                "Use LoRA or another method that changes layers."
+            )
+        return unwrap(model.get_base_model())
+    if not isinstance(model, PreTrainedModel) or not model.can_generate():
+        raise TypeError(f"Speculation needs a transformers model that can generate, but got {type(model).__name__!r}.")
+    return model

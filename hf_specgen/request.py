@@ -1,0 +1,178 @@
+"""Request: one prompt's life from waiting to its finish reason; PaddedBatch: requests that share their rules.
+
+Knows nothing of models, caches or drafting.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import LogitsProcessorList, StoppingCriteriaList
+
+from .logits_process import TokenPenalties
+from .token_counts import TokenCounts
+
+MAX_SEED = 2**63 - 1
+
+
+@dataclass(frozen=True)
+class DecodingRules:
+    """
+    How the tokens of a request are chosen and what ends it, its budget apart.
+
+    Args:
+        logits_processor (`LogitsProcessorList`, *optional*):
+            Processors and warpers, applied in this order.
+        stopping_criteria (`StoppingCriteriaList`, *optional*):
+            Criteria other than length and eos.
+        eos_token_ids (`frozenset[int]`, *optional*):
+            Ids that end the row.
+        do_sample (`bool`, *optional*, defaults to `False`):
+            Whether to sample; otherwise the best token is taken.
+        pad_token_id (`int`, *optional*, defaults to 0):
+            What stands where a row has no token.
+    """
+
+    logits_processor: LogitsProcessorList = field(default_factory=LogitsProcessorList)
+    stopping_criteria: StoppingCriteriaList = field(default_factory=StoppingCriteriaList)
+    eos_token_ids: frozenset[int] = frozenset()
+    do_sample: bool = False
+    pad_token_id: int = 0
+
+
+class PaddedBatch:
+    """
+    Ids of requests that share their rules, laid out as `generate` lays them out: left-padded prompts, then what was
+    generated, then padding. Foreign processors and criteria are called on this layout, so row indices and lengths
+    that they carry stay right.
+
+    Args:
+        prompt_ids (`torch.LongTensor` of shape `(rows, prompt_length)`):
+            The prompts, left-padded.
+        max_new_tokens (`int`):
+            The most tokens that a row can get.
+        rules ([`DecodingRules`]):
+            The rules of every row.
+    """
+
+    def __init__(self, prompt_ids: Tensor, max_new_tokens: int, rules: DecodingRules):
+        rows, self.prompt_length = prompt_ids.shape
+        self.rules = rules
+        self.token_ids = prompt_ids.new_full((rows, self.prompt_length + max_new_tokens), rules.pad_token_id)
+        self.token_ids[:, : self.prompt_length] = prompt_ids
+        self._counts: dict[int, TokenCounts] = {
+            id(processor): processor.make_counts(prompt_ids)
+            for processor in rules.logits_processor
+            if isinstance(processor, TokenPenalties)
+        }
+
+    def counts(self, processor: TokenPenalties) -> TokenCounts:
+        """The occurrences that `processor` counts, committed tokens only."""
+        return self._counts[id(processor)]
+
+    def draft(self, row: int, num_committed: int, token_ids: Tensor) -> None:
+        """Writes uncommitted tokens behind the `num_committed` generated ones of a row."""
+        start = self.prompt_length + num_committed
+        end = min(start + len(token_ids), self.token_ids.shape[1])
+        self.token_ids[row, start:end] = token_ids[: end - start]
+
+    def commit(self, row: int, num_committed: int, token_ids: list[int]) -> None:
+        """Writes and counts generated tokens of a row; what was drafted behind them becomes padding again."""
+        start = self.prompt_length + num_committed
+        self.token_ids[row, start:] = self.rules.pad_token_id
+        self.token_ids[row, start : start + len(token_ids)] = torch.tensor(token_ids, device=self.token_ids.device)
+        for counts in self._counts.values():
+            counts.add(row, token_ids)
+
+
+@dataclass(eq=False)
+class Request:
+    """
+    One prompt and what became of it.
+
+    Args:
+        prompt_ids (`list[int]`):
+            The prompt, without padding.
+        max_new_tokens (`int`):
+            The budget, at least 1.
+        rules ([`DecodingRules`], *optional*):
+            How tokens are chosen; greedy by default.
+        seed (`int`, *optional*):
+            Seeds this request's own random numbers, so that its text does not depend on what else is in the batch.
+            Drawn from torch's default generator if the request samples and none is given.
+        batch ([`PaddedBatch`], *optional*), batch_row (`int`):
+            Where the request's ids stand among requests that share processors. By default the request stands alone:
+            processors see its own ids without padding, and their failure fails this request only.
+        keep_scores, keep_logits (`bool`, *optional*, defaults to `False`):
+            Whether to keep, per emitted token, the processed and the raw scores of shape `(vocab,)`.
+
+    Attributes:
+        token_ids (`list[int]`): what was generated so far.
+        finish_reason (`str`, *optional*): `"eos"`, `"length"`, `"stop"` (a stop string), `"time"`, `"criteria"` (any
+            other stopping criterion), `"error"` or `"aborted"`; None while the request is unfinished.
+        error (`Exception`, *optional*): what ended a request with finish reason `"error"`.
+
+    Raises:
+        `ValueError` or `TypeError`: if the prompt is empty or not made of ids, or the budget is below 1.
+    """
+
+    prompt_ids: list[int]
+    max_new_tokens: int
+    rules: DecodingRules = field(default_factory=DecodingRules)
+    seed: int | None = None
+    batch: PaddedBatch | None = None
+    batch_row: int = 0
+    keep_scores: bool = False
+    keep_logits: bool = False
+    token_ids: list[int] = field(default_factory=list, init=False)
+    finish_reason: str | None = field(default=None, init=False)
+    error: Exception | None = field(default=None, init=False)
+    scores: list[Tensor] = field(default_factory=list, init=False)
+    logits: list[Tensor] = field(default_factory=list, init=False)
+    state: dict[str, Any] = field(default_factory=dict, init=False)  # what a drafter remembers of this request
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.max_new_tokens, int) or isinstance(self.max_new_tokens, bool):
+            raise TypeError(f"`max_new_tokens` has to be an int, but is {self.max_new_tokens!r}.")
+        if self.max_new_tokens < 1:
+            raise ValueError(f"`max_new_tokens` has to be at least 1, but is {self.max_new_tokens}.")
+        if len(self.prompt_ids) == 0:
+            raise ValueError("`prompt_ids` is empty: decoding needs at least one token to start from.")
+        if not all(isinstance(token_id, int) and token_id >= 0 for token_id in self.prompt_ids):
+            raise ValueError(f"`prompt_ids` has to hold non-negative ints, but is {list(self.prompt_ids)!r}.")
+        self.is_alone = self.batch is None  # a failing processor then concerns this request only
+        self._generator: torch.Generator | None = None
+
+    def start(self, device: torch.device) -> None:
+        """Makes what decoding needs: the ids on `device` and the random numbers."""
+        if self.batch is None:
+            prompt_ids = torch.tensor([self.prompt_ids], device=device)
+            self.batch = PaddedBatch(prompt_ids, self.max_new_tokens, self.rules)
+        if self.rules.do_sample:
+            seed = self.seed if self.seed is not None else int(torch.randint(MAX_SEED, ()))
+            self._generator = torch.Generator().manual_seed(seed)
+
+    def draw(self, count: int) -> Tensor:
+        """The request's next `count` uniform numbers, on the CPU."""
+        return torch.rand(count, generator=self._generator)
+
+    @property
+    def num_committed(self) -> int:
+        """Tokens of the prompt and generated ones."""
+        return len(self.prompt_ids) + len(self.token_ids)
+
+    @property
+    def num_remaining(self) -> int:
+        """What is left of the budget."""
+        return self.max_new_tokens - len(self.token_ids)
+
+    def committed_from(self, start: int) -> list[int]:
+        """The committed ids from index `start` on."""
+        offset = start - len(self.prompt_ids)
+        return self.token_ids[offset:] if offset >= 0 else [*self.prompt_ids[start:], *self.token_ids]
+
+    def commit(self, token_ids: list[int]) -> None:
+        """Appends generated tokens."""
+        self.batch.commit(self.batch_row, len(self.token_ids), token_ids)
+        self.token_ids.extend(token_ids)

@@ -1,0 +1,113 @@
+"""DecodingStats: the counts of a run. Every rate is a property of the counts, so runs and ranks can be added up."""
+
+from collections import Counter
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+
+@dataclass(frozen=True)
+class RoundTrace:
+    """One round of one row: what was proposed, how much of it was kept, and the token after it (None if cut before)."""
+
+    row: int
+    proposed: tuple[int, ...]
+    num_accepted: int
+    next_token_id: int | None
+
+
+@dataclass
+class DecodingStats:
+    """
+    Counts of a decoding run.
+
+    Attributes:
+        rounds (`int`): rounds of rows after their prefill; eight rows decoding side by side count eight per pass.
+        drafting_rounds (`int`): those in which at least one candidate was verified.
+        tokens (`int`): tokens emitted, prefill included.
+        drafting_tokens (`int`): tokens emitted by drafting rounds.
+        target_forwards, draft_forwards (`int`): forward passes, whatever the number of rows.
+        proposed, judged, accepted (`Counter`): per position in the block, candidates proposed; those whose fate was
+            decided (everything before them was kept and the row had not ended); those kept and emitted.
+        seconds (`Counter`): wall time by phase: `draft`, `verify` (target passes), `processors` (scores and
+            verification), `other`. On an accelerator this is the time of the host.
+        traces (`list[RoundTrace]`): every round of every row, when asked for.
+    """
+
+    rounds: int = 0
+    drafting_rounds: int = 0
+    tokens: int = 0
+    drafting_tokens: int = 0
+    target_forwards: int = 0
+    draft_forwards: int = 0
+    proposed: Counter[int] = field(default_factory=Counter)
+    judged: Counter[int] = field(default_factory=Counter)
+    accepted: Counter[int] = field(default_factory=Counter)
+    seconds: Counter[str] = field(default_factory=Counter)
+    traces: list[RoundTrace] = field(default_factory=list)
+
+    def record_round(self, num_proposed: int, num_accepted: int, num_emitted: int) -> None:
+        """
+        Counts one round of one row.
+
+        Args:
+            num_proposed (`int`): candidates verified.
+            num_accepted (`int`): candidates kept by verification.
+            num_emitted (`int`): tokens that the row took; fewer than `num_accepted + 1` in a row's last round.
+        """
+        self.rounds += 1
+        self.tokens += num_emitted
+        if num_proposed == 0:
+            return
+        self.drafting_rounds += 1
+        self.drafting_tokens += num_emitted
+        self.proposed.update(range(num_proposed))
+        self.accepted.update(range(min(num_accepted, num_emitted)))
+        self.judged.update(range(min(num_accepted + 1, num_proposed, num_emitted)))
+
+    @property
+    def mean_accepted_length(self) -> float:
+        """Tokens emitted per drafting round: kept candidates plus the token after them; 1.0 is no gain."""
+        return self.drafting_tokens / self.drafting_rounds if self.drafting_rounds else 0.0
+
+    @property
+    def acceptance_rate(self) -> float:
+        """Kept candidates over judged candidates."""
+        return sum(self.accepted.values()) / sum(self.judged.values()) if self.judged else 0.0
+
+    @property
+    def conditional_acceptance(self) -> list[float]:
+        """Per position: how often a candidate is kept when everything before it was."""
+        return [self.accepted[i] / self.judged[i] for i in sorted(self.judged)]
+
+    @property
+    def survival(self) -> list[float]:
+        """Per position: how often a proposed candidate ends up in the text."""
+        return [self.accepted[i] / self.proposed[i] for i in sorted(self.proposed)]
+
+    @property
+    def tokens_per_target_forward(self) -> float:
+        """Tokens of all rows per forward pass of the target."""
+        return self.tokens / self.target_forwards if self.target_forwards else 0.0
+
+    def __add__(self, other: "DecodingStats") -> "DecodingStats":
+        if not isinstance(other, DecodingStats):
+            return NotImplemented
+        return DecodingStats(**{f.name: getattr(self, f.name) + getattr(other, f.name) for f in fields(self)})
+
+    def to_dict(self) -> dict[str, Any]:
+        """The counts and rates as plain numbers and lists, for JSON."""
+        positions = sorted(self.proposed)
+        return {
+            "rounds": self.rounds,
+            "drafting_rounds": self.drafting_rounds,
+            "tokens": self.tokens,
+            "target_forwards": self.target_forwards,
+            "draft_forwards": self.draft_forwards,
+            "mean_accepted_length": self.mean_accepted_length,
+            "acceptance_rate": self.acceptance_rate,
+            "proposed": [self.proposed[i] for i in positions],
+            "accepted": [self.accepted[i] for i in positions],
+            "conditional_acceptance": self.conditional_acceptance,
+            "survival": self.survival,
+            "seconds": dict(self.seconds),
+        }

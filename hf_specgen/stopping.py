@@ -1,0 +1,124 @@
+"""Where a row ends: the earliest of eos, budget, stop string or any other stopping criterion."""
+
+import torch
+from torch import Tensor
+from transformers import MaxTimeCriteria, StoppingCriteria, StopStringCriteria
+
+from .request import PaddedBatch, Request
+
+
+def cut(requests: list[Request], token_lists: list[list[int]]) -> list[tuple[int, str | None]]:
+    """
+    How many of the new tokens each request takes, and why it ends there.
+
+    Args:
+        requests (`list[Request]`):
+            Requests that are being decoded.
+        token_lists (`list[list[int]]`):
+            The new tokens of each, at least one.
+
+    Returns:
+        Per request the number of tokens taken, at least 1, and the finish reason, None if the request goes on.
+    """
+    cuts = [_natural_cut(request, tokens) for request, tokens in zip(requests, token_lists)]
+    batches: dict[int, list[int]] = {}
+    for index, request in enumerate(requests):
+        if request.rules.stopping_criteria:
+            batches.setdefault(id(request.batch), []).append(index)
+    for indices in batches.values():
+        members = [requests[index] for index in indices]
+        tokens = [token_lists[index][: cuts[index][0]] for index in indices]
+        try:
+            found = _first_stops(members, tokens)
+        except Exception as error:
+            if not members[0].is_alone:
+                raise
+            members[0].error = error
+            continue
+        for index, stop in zip(indices, found):
+            if stop is not None and (stop[0] < cuts[index][0] or cuts[index][1] is None):
+                cuts[index] = stop
+    return cuts
+
+
+def _natural_cut(request: Request, tokens: list[int]) -> tuple[int, str | None]:
+    for count, token_id in enumerate(tokens[: request.num_remaining], start=1):
+        if token_id in request.rules.eos_token_ids:
+            return count, "eos"
+    if len(tokens) >= request.num_remaining:
+        return request.num_remaining, "length"
+    return len(tokens), None
+
+
+def _first_stops(requests: list[Request], token_lists: list[list[int]]) -> list[tuple[int, str] | None]:
+    """The first stop by the criteria that the requests of one batch share."""
+    batch = requests[0].batch
+    for request, tokens in zip(requests, token_lists):
+        token_ids = torch.tensor(tokens, device=batch.token_ids.device)
+        batch.draft(request.batch_row, len(request.token_ids), token_ids)
+    stops: list[tuple[int, str] | None] = [None] * len(requests)
+    for criterion in batch.rules.stopping_criteria:
+        found = _judge(criterion, batch, requests, token_lists)
+        for index, stop in enumerate(found):
+            if stop is not None and (stops[index] is None or stop[0] < stops[index][0]):
+                stops[index] = stop
+    return stops
+
+
+def _judge(
+    criterion: StoppingCriteria, batch: PaddedBatch, requests: list[Request], token_lists: list[list[int]]
+) -> list[tuple[int, str] | None]:
+    if type(criterion) is MaxTimeCriteria:  # a fact about now, not about a token
+        is_late = bool(criterion(batch.token_ids[:1, :1], None).any())
+        return [(len(tokens), "time") if is_late else None for tokens in token_lists]
+    if type(criterion) is StopStringCriteria:
+        return _judge_stop_strings(criterion, requests, token_lists)
+    return _judge_by_length(criterion, batch, requests, token_lists)
+
+
+def _judge_stop_strings(
+    criterion: StopStringCriteria, requests: list[Request], token_lists: list[list[int]]
+) -> list[tuple[int, str] | None]:
+    """All rows and positions in one call: the criterion reads the last `maximum_token_len` ids only."""
+    width = criterion.maximum_token_len
+    windows, owners = [], []
+    for index, (request, tokens) in enumerate(zip(requests, token_lists)):
+        start = request.batch.prompt_length + len(request.token_ids) + 1
+        row = request.batch.token_ids[request.batch_row]
+        for count in range(1, len(tokens) + 1):
+            windows.append(_last(row[: start + count - 1], width))
+            owners.append((index, count))
+    stops: list[tuple[int, str] | None] = [None] * len(requests)
+    for (index, count), is_done in zip(owners, criterion(torch.stack(windows), None).tolist()):
+        if is_done and stops[index] is None:
+            stops[index] = (count, "stop")
+    return stops
+
+
+def _last(row: Tensor, width: int) -> Tensor:
+    """The last `width` ids; in front of a shorter row an id outside any vocabulary, which the criterion never matches."""
+    if len(row) >= width:
+        return row[-width:]
+    return torch.cat([row.new_full((width - len(row),), torch.iinfo(torch.int32).max), row])
+
+
+def _judge_by_length(
+    criterion: StoppingCriteria, batch: PaddedBatch, requests: list[Request], token_lists: list[list[int]]
+) -> list[tuple[int, str] | None]:
+    """One call on the whole padded batch per distinct number of generated tokens, in growing order."""
+    stops: list[tuple[int, str] | None] = [None] * len(requests)
+    starts = [len(request.token_ids) for request in requests]
+    lengths = {start + n for start, tokens in zip(starts, token_lists) for n in range(1, len(tokens) + 1)}
+    for length in sorted(lengths):
+        judged = [
+            index
+            for index, (start, tokens) in enumerate(zip(starts, token_lists))
+            if stops[index] is None and start < length <= start + len(tokens)
+        ]
+        if not judged:
+            continue
+        is_done = criterion(batch.token_ids[:, : batch.prompt_length + length], None)
+        for index in judged:
+            if bool(is_done if isinstance(is_done, bool) else is_done[requests[index].batch_row]):
+                stops[index] = (length - starts[index], "criteria")
+    return stops

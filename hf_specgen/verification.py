@@ -1,0 +1,137 @@
+"""Speculative sampling: which candidates a row keeps, and the token that follows them.
+
+Tensors only: knows no model, cache or tokenizer, draws no noise and never waits for the device.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Candidates:
+    """
+    Tokens that a drafter proposes, one block per row.
+
+    Args:
+        token_ids (`torch.LongTensor` of shape `(rows, k)`):
+            The proposed tokens, right-padded with any valid id.
+        lengths (`torch.LongTensor` of shape `(rows,)`, on the CPU):
+            How many of them count in each row, between 0 and `k`.
+        probs (`torch.FloatTensor` of shape `(rows, k, vocab)`, *optional*):
+            The very distributions that the tokens were sampled from, in fp32. `None` says that they were chosen
+            without chance (greedy drafting, prompt lookup): their law is one-hot.
+    """
+
+    token_ids: Tensor
+    lengths: Tensor
+    probs: Tensor | None = None
+
+    @classmethod
+    def none(cls, rows: int, device: torch.device) -> "Candidates":
+        """No candidates for `rows` rows: the round becomes a plain decoding step."""
+        return cls(torch.zeros(rows, 0, dtype=torch.long, device=device), torch.zeros(rows, dtype=torch.long))
+
+
+@dataclass(frozen=True)
+class Verification:
+    """
+    What became of the candidates of a round.
+
+    Args:
+        num_accepted (`torch.LongTensor` of shape `(rows,)`):
+            How many candidates each row keeps.
+        next_token_ids (`torch.LongTensor` of shape `(rows,)`):
+            The token after the kept ones: the correction of the first refused candidate, or the bonus token.
+        is_possible (`torch.BoolTensor` of shape `(rows,)`):
+            False where a judged position had no token of finite score left.
+    """
+
+    num_accepted: Tensor
+    next_token_ids: Tensor
+    is_possible: Tensor
+
+
+def verify(candidates: Candidates, scores: Tensor, do_sample: Sequence[bool], noise: Tensor | None = None) -> Verification:
+    """
+    Judges a block of candidates per row (Leviathan et al. 2023, https://arxiv.org/abs/2211.17192, algorithm 1).
+
+    Greedy rows keep the candidates that equal the target's best token. Sampling rows keep candidate `x` when
+    `u * q(x) < p(x)` and draw the token after a refusal from `max(p - q, 0)`, so that what a row emits has exactly
+    the law `p = softmax(scores)`.
+
+    Args:
+        candidates ([`Candidates`]):
+            The proposed tokens of every row.
+        scores (`torch.FloatTensor` of shape `(rows, k + 1, vocab)`):
+            The target's processed scores in fp32; position `i` is judged after the first `i` candidates.
+        do_sample (`Sequence[bool]` of length `rows`):
+            Which rows sample; the others are greedy.
+        noise (`torch.FloatTensor` of shape `(rows, k + 1)`, *optional*):
+            Uniform numbers in `[0, 1)`, needed when a row samples: column `i < k` decides about candidate `i`, the
+            last one picks the next token by inversion of its distribution.
+    """
+    rows, k = candidates.token_ids.shape
+    device = scores.device
+    is_drafted = torch.arange(k, device=device) < candidates.lengths.to(device)[:, None]
+    best_scores, best_ids = scores.max(dim=-1)
+    is_accepted = candidates.token_ids == best_ids[:, :k]
+    if any(do_sample):
+        is_sampling = torch.tensor(do_sample, device=device)
+        probs = scores.softmax(dim=-1)
+        is_accepted = torch.where(is_sampling[:, None], _accept(candidates, probs, noise), is_accepted)
+    num_accepted = (is_accepted & is_drafted).long().cumprod(dim=-1).sum(dim=-1)
+    next_ids = best_ids.gather(1, num_accepted[:, None])[:, 0]
+    if any(do_sample):
+        is_refused = num_accepted < candidates.lengths.to(device)
+        sampled_ids = sample(_next_law(candidates, probs, num_accepted, is_refused), noise[:, -1])
+        next_ids = torch.where(is_sampling, sampled_ids, next_ids)
+    is_judged = torch.arange(k + 1, device=device) <= num_accepted[:, None]
+    is_possible = ((best_scores > -torch.inf) | ~is_judged).all(dim=-1)
+    return Verification(num_accepted, next_ids, is_possible)
+
+
+def _accept(candidates: Candidates, probs: Tensor, noise: Tensor) -> Tensor:
+    """`u * q(x) < p(x)`, strict and without a division: a token of probability 0 is never kept. (rows, k)"""
+    index = candidates.token_ids[..., None]
+    p = probs[:, : index.shape[1]].gather(-1, index)[..., 0]
+    q = 1.0 if candidates.probs is None else candidates.probs.gather(-1, index)[..., 0]
+    return noise[:, : index.shape[1]] * q < p
+
+
+def _next_law(candidates: Candidates, probs: Tensor, num_accepted: Tensor, is_refused: Tensor) -> Tensor:
+    """The unnormalised law of the token after the kept candidates. (rows, vocab)"""
+    rows, k = candidates.token_ids.shape
+    row_index = torch.arange(rows, device=probs.device)
+    p = probs[row_index, num_accepted]
+    if k == 0:
+        return p
+    refused_index = num_accepted.clamp(max=k - 1)
+    if candidates.probs is None:
+        residual = p.scatter(1, candidates.token_ids[row_index, refused_index][:, None], 0.0)
+    else:
+        residual = (p - candidates.probs[row_index, refused_index]).clamp(min=0)
+    is_usable = is_refused & (residual.sum(dim=-1) > 0)
+    return torch.where(is_usable[:, None], residual, p)
+
+
+def sample(weights: Tensor, uniforms: Tensor) -> Tensor:
+    """
+    Draws one index per row by inversion of the cumulative distribution.
+
+    Args:
+        weights (`torch.FloatTensor` of shape `(rows, vocab)`):
+            Non-negative weights; they need not sum to one. An index of weight 0 is never drawn.
+        uniforms (`torch.FloatTensor` of shape `(rows,)`):
+            Numbers in `[0, 1)`.
+
+    Returns:
+        `torch.LongTensor` of shape `(rows,)`.
+    """
+    cumulative = weights.double().cumsum(dim=-1)
+    total = cumulative[:, -1:]
+    # Below the total even after rounding, so that the search always ends on an index of positive weight.
+    threshold = torch.minimum(uniforms.double()[:, None] * total, torch.nextafter(total, torch.zeros_like(total)))
+    return torch.searchsorted(cumulative, threshold, right=True)[:, 0].clamp(max=weights.shape[-1] - 1)
