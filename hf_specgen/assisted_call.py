@@ -22,7 +22,7 @@ from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengt
 
 from .compatibility import is_served_by_transformers, unsupported_reason
 from .decoder import Decoder
-from .drafting import CausalLMDrafter, Drafter, PromptLookupDrafter, check_num_assistant_tokens
+from .drafting import CausalLMDrafter, Drafter, PromptLookupDrafter, check_count
 from .request import DecodingRules, PaddedBatch, Request
 
 if TYPE_CHECKING:
@@ -114,7 +114,7 @@ class AssistedCall:
             problem = "`use_cache=False` leaves nothing to verify against"
         elif self.config.cache_implementation == "quantized":
             problem = "a quantized cache cannot be rolled back"
-        elif cache is not None and not self.model.config.is_encoder_decoder and cache.get_seq_length() > 0:
+        elif self._is_filled(cache):
             problem = "the given `cache` is not empty; pass the whole conversation as `input_ids` instead"
         elif self.config.prefill_chunk_size is not None:
             problem = "`prefill_chunk_size` is not supported"
@@ -125,6 +125,11 @@ class AssistedCall:
             )
         if problem is not None:
             raise ValueError(f"Speculative decoding cannot serve this call: {problem}.")
+
+    def _is_filled(self, cache: Any) -> bool:
+        if cache is None or self.model.config.is_encoder_decoder or self.model._is_stateful:
+            return False
+        return cache.get_seq_length() > 0
 
     def _reason_for_transformers(self, assistant_model: Any, assistant_tokenizer: Any) -> str | None:
         if reason := unsupported_reason(self.model):
@@ -169,7 +174,9 @@ class AssistedCall:
         """The drafter that the call asks for, with its settings; the user's models are left as they are."""
         num_lookup_tokens = self.config.prompt_lookup_num_tokens
         if assistant_model is None:
-            return PromptLookupDrafter(num_lookup_tokens, settings.max_matching_ngram_size or 3)
+            check_count("prompt_lookup_num_tokens", num_lookup_tokens)
+            asked_size = settings.max_matching_ngram_size
+            return PromptLookupDrafter(num_lookup_tokens, 3 if asked_size is None else asked_size)
         if num_lookup_tokens is not None:
             raise ValueError("Give either `assistant_model` or `prompt_lookup_num_tokens`, not both.")
         if isinstance(assistant_model, Drafter):
@@ -192,7 +199,7 @@ class AssistedCall:
             ),
         }
         if settings.num_assistant_tokens is not None:
-            check_num_assistant_tokens(settings.num_assistant_tokens)
+            check_count("num_assistant_tokens", settings.num_assistant_tokens)
         return CausalLMDrafter(assistant_model, **{k: v for k, v in asked.items() if v is not None})
 
     def make_decoder(self, drafter: Drafter, settings: "SpeculationSettings") -> Decoder:
@@ -205,7 +212,10 @@ class AssistedCall:
 
     def _max_new_tokens(self) -> int:
         limits = [c.max_length for c in self.stopping_criteria if type(c) is MaxLengthCriteria]
-        return min(limits) - self.input_ids.shape[1]
+        budget = min(limits) - self.input_ids.shape[1]
+        if not isinstance(budget, int):
+            raise TypeError(f"`max_new_tokens` (or `max_length`) has to be an int, but is {budget!r}.")
+        return budget
 
     def make_requests(self) -> list[Request]:
         """
@@ -252,6 +262,11 @@ class AssistedCall:
                 "A batch needs something to fill rows that end early: set `pad_token_id` or `eos_token_id` in the "
                 "generation config."
             )
+        if len(self.input_ids) > 1 and not 0 <= int(pad_token_id) < vocab_size:
+            raise ValueError(
+                f"`pad_token_id` {int(pad_token_id)} is outside the vocabulary of {vocab_size} ids; rows that end early "
+                "cannot be filled with it."
+            )
         others = [c for c in self.stopping_criteria if type(c) not in (EosTokenCriteria, MaxLengthCriteria)]
         return DecodingRules(
             logits_processor=self.logits_processor,
@@ -263,15 +278,17 @@ class AssistedCall:
 
     def sequences(self, requests: list[Request]) -> Tensor:
         """Prompts and generated tokens, padded to the longest row, on the device of the input."""
-        batch = requests[0].batch
         longest = max(len(request.token_ids) for request in requests)
-        return batch.token_ids[:, : batch.prompt_length + longest].to(self.input_ids.device)
+        pad_token_id = requests[0].rules.pad_token_id
+        generated = [r.token_ids + [pad_token_id] * (longest - len(r.token_ids)) for r in requests]
+        return torch.cat([self.input_ids, torch.tensor(generated, device=self.input_ids.device)], dim=1)
 
     def stacked(self, rows: list[list[Tensor]]) -> tuple[Tensor, ...]:
         """Per step the scores of all rows, of shape `(rows, vocab)`; ended rows choose the padding for certain."""
         sample = next(scores[0] for scores in rows if scores)
         ended = torch.full_like(sample, -torch.inf)
-        ended[self._rules().pad_token_id] = 0.0
+        if len(rows) > 1:  # a single row needs no padding, and its id may lie outside the vocabulary
+            ended[self._rules().pad_token_id] = 0.0
         longest = max(len(scores) for scores in rows)
         device = self.input_ids.device
         return tuple(

@@ -114,7 +114,8 @@ class SlotCache(Cache):
         self.capacity = capacity
         self.num_columns = capacity or 0
         self.lengths = torch.zeros(num_rows, dtype=torch.long)
-        self.write: SlotWrite
+        nothing = torch.zeros(0, 0, dtype=torch.long)
+        self.write = SlotWrite(0, 0, nothing, nothing, width=0, common_start=None)
         windows = {setting.get("sliding_window") for kind, setting in zip(kinds, settings) if kind != "dummy"}
         self._sliding_windows = windows - {None}
         if len(self._sliding_windows) > 1:
@@ -124,7 +125,8 @@ class SlotCache(Cache):
         super().__init__(layers=[DummyLayer() if kind == "dummy" else SlotLayer(self) for kind in kinds])
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        return int(self.lengths.max())
+        start = self.write.common_start
+        return int(self.lengths.max()) if start is None else start
 
     def begin(self, rows: slice, num_tokens: Tensor, num_new: int, device: torch.device) -> SlotWrite:
         """
@@ -159,10 +161,11 @@ class SlotCache(Cache):
         )
         return self.write
 
-    def attention_mask(self, is_additive: bool, dtype: torch.dtype) -> Tensor | dict[str, Tensor]:
+    def attention_mask(self, is_additive: bool, dtype: torch.dtype) -> Tensor | dict[str, Tensor] | None:
         """
         The 4-D mask of the pass prepared by `begin`: a query sees the columns up to its own, in sliding layers only
-        the last `sliding_window` of them. One tensor of shape `(rows, 1, new, columns)`, or one per layer kind.
+        the last `sliding_window` of them. One tensor of shape `(rows, 1, new, columns)`, or one per layer kind; None
+        where the model's own causal attention is the same, and faster.
 
         Args:
             is_additive (`bool`):
@@ -170,6 +173,8 @@ class SlotCache(Cache):
             dtype (`torch.dtype`):
                 The type of an additive mask.
         """
+        if self._is_plainly_causal():
+            return None
         positions = self.write.columns[:, None, :, None]
         columns = torch.arange(self.write.width, device=positions.device)
         is_past = columns <= positions
@@ -183,6 +188,11 @@ class SlotCache(Cache):
         if len(self._mask_kinds) == 1:
             return masks[self._mask_kinds[0]]
         return {kind: masks[kind] for kind in self._mask_kinds}
+
+    def _is_plainly_causal(self) -> bool:
+        """All rows stand at one column, and either one token sees everything or nothing came before."""
+        start, new = self.write.common_start, self.write.columns.shape[1]
+        return start is not None and (new == 1 or start == 0) and self.capacity is None and not self._sliding_windows
 
     def advance(self, rows: slice, num_tokens: Tensor) -> None:
         """Counts the tokens that the pass prepared by `begin` has written."""

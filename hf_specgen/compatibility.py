@@ -76,7 +76,7 @@ def check_positions(model: PreTrainedModel, requests: Iterable[Request], role: s
         `ValueError`: naming the numbers.
     """
     ranges = [(len(request.prompt_ids), len(request.prompt_ids) + request.max_new_tokens) for request in requests]
-    longest = max(end for _, end in ranges)
+    longest = max((end for _, end in ranges), default=0)
     limit = learned_positions(model)
     if limit is not None and longest > limit:
         raise ValueError(
@@ -161,4 +161,5 @@ def _ragged_difference(model: PreTrainedModel) -> float:
     tails, tail_lengths = padded([text[-2:] for text in texts], model.device)
     actual = forward(model, cache, rows, tails, tail_lengths).logits[:, -1].float()
     difference = max(float((a - e).abs().max()) for a, e in zip(actual, expected))
-    return difference / max(float(e.abs().max()) for e in expected)
+    largest = max(float(e.abs().max()) for e in expected)
+    return difference / largest if largest > 0 else difference

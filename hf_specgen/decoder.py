@@ -10,13 +10,13 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.utils import ModelOutput
 
 from .attention import grouped_attention
 from .compatibility import check_positions, self_check, unsupported_reason
-from .drafting import Drafter
+from .drafting import Drafter, check_count
 from .request import Request
 from .rows import Rows, forward, forward_last, padded
 from .scoring import name_masking_processor, score
@@ -61,8 +61,18 @@ class Decoder:
         on_round: RoundHook | None = None,
         trace: bool = False,
     ):
-        if not isinstance(max_batch_size, int) or max_batch_size < 1:
-            raise ValueError(f"`max_batch_size` has to be an int of at least 1, but is {max_batch_size!r}.")
+        if not isinstance(model, nn.Module) or not hasattr(model, "config"):
+            raise TypeError(f"`model` has to be a causal language model, but is a {type(model).__name__!r}.")
+        if drafter is not None and not isinstance(drafter, Drafter):
+            raise TypeError(
+                f"`drafter` has to be a `Drafter`, but is a {type(drafter).__name__!r}. Wrap a draft model in "
+                "`CausalLMDrafter`."
+            )
+        if on_round is not None and not callable(on_round):
+            raise TypeError(f"`on_round` has to be callable, but is {on_round!r}.")
+        check_count("max_batch_size", max_batch_size)
+        if capacity is not None:
+            check_count("capacity", capacity)
         self.model = model
         self.drafter = drafter
         self.on_round = on_round
@@ -88,9 +98,13 @@ class Decoder:
         Raises:
             `ValueError`: if it leaves the positions that the models know, or names ids outside the vocabulary.
         """
+        if not isinstance(request, Request):
+            raise TypeError(f"The decoder takes a `Request`, but got a {type(request).__name__!r}.")
         vocab_size = self.model.get_input_embeddings().num_embeddings
         if (largest := max(request.prompt_ids)) >= vocab_size:
             raise ValueError(f"`prompt_ids` holds {largest}, but the model's vocabulary has {vocab_size} ids.")
+        if outside := [i for i in request.rules.eos_token_ids if not 0 <= i < vocab_size]:
+            raise ValueError(f"`eos_token_ids` holds {outside}, but the model's vocabulary has {vocab_size} ids.")
         others = [r for r in self.rows.requests if r is not None]
         for used, role in zip(self._models, ("target", "draft model")):
             check_positions(used, [*others, *self._waiting, request], role)
@@ -109,7 +123,8 @@ class Decoder:
 
         Args:
             requests (`Iterable[Request]`):
-                The requests, in the order in which they get seats.
+                The requests. Those with the largest budgets get seats first, so that few seats stay empty at the end;
+                equal ones in the given order.
             has_unfinished_peers (`Callable[[bool], bool]`, *optional*):
                 For sharded models, whose forward passes must happen on all ranks: called before every round with
                 whether this rank still has work, it answers whether any rank has. A rank without work runs dummy
@@ -118,7 +133,7 @@ class Decoder:
         Yields:
             After each round, the requests that got tokens or finished in it.
         """
-        for request in requests:
+        for request in sorted(requests, key=lambda request: -request.max_new_tokens):
             self.add(request)
         with ExitStack() as stack:
             for used in self._models:

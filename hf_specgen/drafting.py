@@ -3,7 +3,7 @@
 from abc import ABC, abstractmethod
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.utils import ModelOutput
 
@@ -63,13 +63,18 @@ class Drafter(ABC):
         """
 
 
-def check_num_assistant_tokens(num_assistant_tokens: int) -> int:
-    """Returns the number, or raises in a sentence."""
-    if not isinstance(num_assistant_tokens, int) or isinstance(num_assistant_tokens, bool):
-        raise TypeError(f"`num_assistant_tokens` has to be an int, but is {num_assistant_tokens!r}.")
-    if num_assistant_tokens < 1:
-        raise ValueError(f"`num_assistant_tokens` has to be at least 1, but is {num_assistant_tokens}.")
-    return num_assistant_tokens
+def check_count(name: str, count: int) -> int:
+    """Returns a number of tokens, or raises in a sentence that calls it `name`."""
+    if not isinstance(count, int) or isinstance(count, bool):
+        raise TypeError(f"`{name}` has to be an int, but is {count!r}.")
+    if count < 1:
+        raise ValueError(f"`{name}` has to be at least 1, but is {count}.")
+    return count
+
+
+def _check_number(name: str, number: float) -> None:
+    if not isinstance(number, (int, float)) or isinstance(number, bool):
+        raise TypeError(f"`{name}` has to be a number, but is {number!r}.")
 
 
 class CausalLMDrafter(Drafter):
@@ -106,6 +111,10 @@ class CausalLMDrafter(Drafter):
         schedule: str = "constant",
         temperature: float = 1.0,
     ):
+        if not isinstance(model, nn.Module) or not hasattr(model, "generate"):
+            raise TypeError(f"A draft model has to be a causal language model, but is {type(model).__name__!r}.")
+        _check_number("assistant_confidence_threshold", confidence_threshold)
+        _check_number("temperature", temperature)
         if not 0 <= confidence_threshold < 1:
             raise ValueError(
                 f"`assistant_confidence_threshold` has to be in [0, 1), but is {confidence_threshold!r}."
@@ -118,7 +127,7 @@ class CausalLMDrafter(Drafter):
         if not 0 <= temperature < float("inf"):
             raise ValueError(f"`temperature` of a drafter has to be a finite number >= 0, but is {temperature!r}.")
         self.model: PreTrainedModel = model
-        self.num_assistant_tokens = check_num_assistant_tokens(num_assistant_tokens)
+        self.num_assistant_tokens = check_count("num_assistant_tokens", num_assistant_tokens)
         self.confidence_threshold = confidence_threshold
         self.is_heuristic = schedule != "constant"
         self.temperature = temperature
@@ -231,10 +240,8 @@ class PromptLookupDrafter(Drafter):
     """
 
     def __init__(self, num_assistant_tokens: int = 5, max_ngram_size: int = 3):
-        if not isinstance(max_ngram_size, int) or max_ngram_size < 1:
-            raise ValueError(f"`max_matching_ngram_size` has to be an int of at least 1, but is {max_ngram_size!r}.")
-        self.num_assistant_tokens = check_num_assistant_tokens(num_assistant_tokens)
-        self.max_ngram_size = max_ngram_size
+        self.num_assistant_tokens = check_count("num_assistant_tokens", num_assistant_tokens)
+        self.max_ngram_size = check_count("max_matching_ngram_size", max_ngram_size)
 
     def make_cache(self, rows: int) -> None:
         return None

@@ -21,6 +21,7 @@ from transformers.generation import BaseStreamer, GenerateDecoderOnlyOutput, Gen
 
 from .assisted_call import AssistedCall, is_for_transformers
 from .decoder import RoundHook
+from .drafting import Drafter
 from .stats import DecodingStats
 
 ModelT = TypeVar("ModelT")
@@ -72,6 +73,12 @@ class SpeculationMixin:
     def _validate_generation_mode(
         self, generation_mode: GenerationMode, generation_config: GenerationConfig, generation_mode_kwargs: dict
     ) -> None:
+        assistant_model = generation_mode_kwargs.get("assistant_model")
+        is_drafter = isinstance(assistant_model, Drafter) or hasattr(assistant_model, "make_drafter")
+        if assistant_model is not None and not is_drafter and not hasattr(assistant_model, "generate"):
+            raise TypeError(
+                f"`assistant_model` has to be a causal language model or a `Drafter`, but is {assistant_model!r}."
+            )
         has_drafter = (
             "assistant_model" in generation_mode_kwargs or generation_config.prompt_lookup_num_tokens is not None
         )
@@ -84,7 +91,6 @@ class SpeculationMixin:
         settings: SpeculationSettings = generation_config._speculation
         if not is_assisted and (settings.on_round is not None or settings.trace):
             raise ValueError("`on_round` and `trace` need `assistant_model` or `prompt_lookup_num_tokens`.")
-        assistant_model = generation_mode_kwargs.get("assistant_model")
         if not is_assisted or is_for_transformers(self, assistant_model, generation_config, generation_mode_kwargs):
             super()._validate_generation_mode(generation_mode, generation_config, generation_mode_kwargs)
 

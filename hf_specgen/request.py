@@ -3,6 +3,7 @@
 Knows nothing of models, caches or drafting.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -45,7 +46,7 @@ class PaddedBatch:
     """
     Ids of requests that share their rules, laid out as `generate` lays them out: left-padded prompts, then what was
     generated, then padding. Foreign processors and criteria are called on this layout, so row indices and lengths
-    that they carry stay right.
+    that they carry stay right. Without processors and criteria nothing reads the layout, and it is not kept up.
 
     Args:
         prompt_ids (`torch.LongTensor` of shape `(rows, prompt_length)`):
@@ -59,6 +60,7 @@ class PaddedBatch:
     def __init__(self, prompt_ids: Tensor, max_new_tokens: int, rules: DecodingRules):
         rows, self.prompt_length = prompt_ids.shape
         self.rules = rules
+        self._is_read = bool(rules.logits_processor or rules.stopping_criteria)
         self.token_ids = prompt_ids.new_full((rows, self.prompt_length + max_new_tokens), rules.pad_token_id)
         self.token_ids[:, : self.prompt_length] = prompt_ids
         self._counts: dict[int, TokenCounts] = {
@@ -73,12 +75,16 @@ class PaddedBatch:
 
     def draft(self, row: int, num_committed: int, token_ids: Tensor) -> None:
         """Writes uncommitted tokens behind the `num_committed` generated ones of a row."""
+        if not self._is_read:
+            return
         start = self.prompt_length + num_committed
         end = min(start + len(token_ids), self.token_ids.shape[1])
         self.token_ids[row, start:end] = token_ids[: end - start]
 
     def commit(self, row: int, num_committed: int, token_ids: list[int]) -> None:
         """Writes and counts generated tokens of a row; what was drafted behind them becomes padding again."""
+        if not self._is_read:
+            return
         start = self.prompt_length + num_committed
         self.token_ids[row, start:] = self.rules.pad_token_id
         self.token_ids[row, start : start + len(token_ids)] = torch.tensor(token_ids, device=self.token_ids.device)
@@ -137,10 +143,16 @@ class Request:
             raise TypeError(f"`max_new_tokens` has to be an int, but is {self.max_new_tokens!r}.")
         if self.max_new_tokens < 1:
             raise ValueError(f"`max_new_tokens` has to be at least 1, but is {self.max_new_tokens}.")
+        if not isinstance(self.prompt_ids, Sequence):
+            raise TypeError(f"`prompt_ids` has to be a list of ints, but is {self.prompt_ids!r}.")
         if len(self.prompt_ids) == 0:
             raise ValueError("`prompt_ids` is empty: decoding needs at least one token to start from.")
-        if not all(isinstance(token_id, int) and token_id >= 0 for token_id in self.prompt_ids):
-            raise ValueError(f"`prompt_ids` has to hold non-negative ints, but is {list(self.prompt_ids)!r}.")
+        if not all(type(token_id) is int and token_id >= 0 for token_id in self.prompt_ids):
+            raise ValueError(f"`prompt_ids` has to hold non-negative ints, but is {self.prompt_ids!r}.")
+        if self.seed is not None and type(self.seed) is not int:
+            raise TypeError(f"`seed` has to be an int, but is {self.seed!r}.")
+        if self.seed is not None and not 0 <= self.seed <= MAX_SEED:
+            raise ValueError(f"`seed` has to be between 0 and {MAX_SEED}, but is {self.seed}.")
         self.is_alone = self.batch is None  # a failing processor then concerns this request only
         self._generator: torch.Generator | None = None
 

@@ -78,6 +78,7 @@ class Rows:
 
     Attributes:
         requests (`list[Request | None]`): who sits where.
+        device (`torch.device`): where the target takes its inputs.
         span (`slice`): the consecutive seats that take part in the current round. All row tensors of a round (what a
             drafter gets and returns, scores, verification) have one row per seat of the span, empty seats included.
     """
@@ -94,11 +95,7 @@ class Rows:
         self.draft_cache = draft_cache
         self.requests: list[Request | None] = [None] * num_rows
         self.span = slice(0, num_rows)
-
-    @property
-    def device(self) -> torch.device:
-        """Where the target takes its inputs."""
-        return self.model.device
+        self.device = model.device
 
     @property
     def num_spanned(self) -> int:

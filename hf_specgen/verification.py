@@ -75,17 +75,20 @@ def verify(candidates: Candidates, scores: Tensor, do_sample: Sequence[bool], no
     """
     rows, k = candidates.token_ids.shape
     device = scores.device
-    is_drafted = torch.arange(k, device=device) < candidates.lengths.to(device)[:, None]
+    lengths = candidates.lengths.to(device, non_blocking=True)
+    is_drafted = torch.arange(k, device=device) < lengths[:, None]
     best_scores, best_ids = scores.max(dim=-1)
     is_accepted = candidates.token_ids == best_ids[:, :k]
     if any(do_sample):
-        is_sampling = torch.tensor(do_sample, device=device)
+        is_sampling = torch.tensor(do_sample).to(device, non_blocking=True)
         probs = scores.softmax(dim=-1)
+        # Greedy search may take a score of +inf, but no law can be made of it.
+        best_scores = best_scores.masked_fill(is_sampling[:, None] & (best_scores == torch.inf), -torch.inf)
         is_accepted = torch.where(is_sampling[:, None], _accept(candidates, probs, noise), is_accepted)
     num_accepted = (is_accepted & is_drafted).long().cumprod(dim=-1).sum(dim=-1)
     next_ids = best_ids.gather(1, num_accepted[:, None])[:, 0]
     if any(do_sample):
-        is_refused = num_accepted < candidates.lengths.to(device)
+        is_refused = num_accepted < lengths
         sampled_ids = sample(_next_law(candidates, probs, num_accepted, is_refused), noise[:, -1])
         next_ids = torch.where(is_sampling, sampled_ids, next_ids)
     is_judged = torch.arange(k + 1, device=device) <= num_accepted[:, None]

@@ -14,6 +14,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers  # noqa: E402
 from torch import nn  # noqa: E402
 from transformers import PreTrainedModel, PreTrainedTokenizerFast  # noqa: E402
 
+from hf_specgen import DecodingStats, enable_speculation  # noqa: E402
+
 torch.set_num_threads(1)
 transformers.logging.set_verbosity_error()
 
@@ -145,6 +147,28 @@ def character_tokenizer(characters: str) -> PreTrainedTokenizerFast:
     tokenizer.pre_tokenizer = pre_tokenizers.Split("", behavior="isolated")
     tokenizer.decoder = decoders.Fuse()
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token=characters[0])
+
+
+def assert_partly_accepted(*stats: DecodingStats) -> None:
+    """Prints the mean acceptance of runs with a noisy draft; fails when nothing or everything was accepted."""
+    total = sum(stats, DecodingStats())
+    print(f"\nacceptance {total.acceptance_rate:.2f}, {total.mean_accepted_length:.2f} tokens per drafting round")
+    assert total.drafting_rounds > 0, "nothing was drafted"
+    assert 0 < total.acceptance_rate < 1, f"an acceptance of {total.acceptance_rate} shows nothing"
+
+
+def assert_same_as_plain(
+    model: PreTrainedModel, batch: dict[str, torch.Tensor], drafting: dict, **settings
+) -> DecodingStats:
+    """
+    Generates with an enabled copy under the `drafting` arguments and compares, token for token, with plain `generate`
+    of `model`, which stays untouched.
+    """
+    expected = model.generate(**batch, **settings)
+    speculating = enable_speculation(copy.deepcopy(model))
+    actual = speculating.generate(**batch, **drafting, **settings)
+    assert actual.tolist() == expected.tolist()
+    return speculating.speculation_stats
 
 
 @pytest.fixture(scope="session")

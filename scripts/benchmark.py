@@ -1,0 +1,224 @@
+"""
+Speculative against plain and stock assisted generation, all measured in one run:
+
+    python scripts/benchmark.py --categories code_editing --num_lookup_tokens 8 --batch_sizes 1 4 --tune_linears
+    python scripts/benchmark.py --model small --prompt_limit 24 --draft_noise 0.3 --cases speculation ragged batching
+    accelerate launch --num_processes 2 scripts/benchmark.py --model my/target --draft_model my/draft \
+        --prompts openai/gsm8k:question --prompt_limit 64 --do_sample --temperature 0.7
+
+Prints a table, and as the last line of stdout one JSON object, which `--output` also writes to a file. Under `accelerate
+launch` the prompts are split over the processes; tokens per second are those of all processes together.
+"""
+
+import json
+import platform
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from accelerate import PartialState
+from accelerate.utils import gather_object
+from benchmark_cases import (
+    Measurement,
+    Setting,
+    attention_case,
+    batching_case,
+    overhead_case,
+    ragged_case,
+    speculation_case,
+)
+from loading import encode_prompt, load_model, noisy_draft
+from rich.console import Console
+from rich.table import Table
+from transformers import AutoModelForCausalLM, HfArgumentParser, set_seed
+
+from hf_specgen import __version__
+from hf_specgen.prompts import load_prompts
+
+CASES = ("speculation", "ragged", "batching", "attention", "overhead")
+
+
+@dataclass
+class BenchmarkArguments:
+    model: str = field(default="smollm2", metadata={"help": "'smollm2', 'small', a folder or a hub name."})
+    draft_model: str | None = field(default=None, metadata={"help": "A smaller model with the same tokenizer."})
+    draft_noise: float | None = field(
+        default=None, metadata={"help": "Draft with a copy of the target whose head is disturbed by this much."}
+    )
+    num_lookup_tokens: int = field(default=8, metadata={"help": "Candidates per round by prompt lookup (no draft)."})
+    num_assistant_tokens: int = field(default=5, metadata={"help": "Candidates per round of a draft."})
+    prompts: str = field(default="builtin", metadata={"help": "'builtin', a .jsonl file or a data set[:column]."})
+    categories: list[str] | None = field(default=None, metadata={"help": "Kinds of built-in prompts."})
+    prompt_limit: int = field(default=8, metadata={"help": "How many prompts."})
+    batch_sizes: list[int] = field(default_factory=lambda: [1, 4], metadata={"help": "Rows side by side."})
+    max_new_tokens: int = field(default=64, metadata={"help": "The most tokens per prompt."})
+    do_sample: bool = field(default=False, metadata={"help": "Sample instead of taking the best token."})
+    temperature: float = field(default=1.0, metadata={"help": "Divides the scores when sampling."})
+    cases: list[str] = field(default_factory=lambda: ["speculation"], metadata={"help": f"Some of {CASES}."})
+    tune_linears: bool = field(default=False, metadata={"help": "Also measure with tuned linear layers (CPU)."})
+    repeats: int = field(default=3, metadata={"help": "Timed repetitions; the median counts."})
+    num_threads: int | None = field(default=None, metadata={"help": "CPU threads of torch."})
+    seed: int = field(default=0, metadata={"help": "Seeds torch."})
+    output: str | None = field(default=None, metadata={"help": "Where to write the JSON."})
+
+    def __post_init__(self) -> None:
+        if unknown := set(self.cases) - set(CASES):
+            raise ValueError(f"`cases` has to name some of {CASES}, but names {sorted(unknown)}.")
+        if self.repeats < 1:
+            raise ValueError(f"`repeats` has to be at least 1, but is {self.repeats}.")
+
+
+def main() -> None:
+    (args,) = HfArgumentParser(BenchmarkArguments).parse_args_into_dataclasses()
+    transformers.logging.set_verbosity_error()
+    state = PartialState()
+    if args.num_threads is not None:
+        torch.set_num_threads(args.num_threads)
+    set_seed(args.seed)
+    model, tokenizer = load_model(args.model)
+    model.to(state.device)
+    texts = load_prompts(args.prompts, args.categories, args.prompt_limit)
+    prompts = [encode_prompt(tokenizer, prompt.turns) for prompt in texts]
+    with state.split_between_processes(prompts) as share:
+        sampling = {"do_sample": True, "temperature": args.temperature, "top_k": 0} if args.do_sample else {}
+        setting = Setting(
+            model,
+            share,
+            {"max_new_tokens": args.max_new_tokens, "do_sample": False} | sampling,
+            args.repeats,
+            tokenizer.pad_token_id or 0,
+            state.is_main_process,
+        )
+    result = run_cases(args, setting)
+    if state.is_main_process:
+        report = {"settings": asdict(args), "environment": environment(state), **result}
+        print_tables(report)
+        if args.output is not None:
+            Path(args.output).parent.mkdir(parents=True, exist_ok=True)
+            Path(args.output).write_text(json.dumps(report, indent=1) + "\n")
+        print(json.dumps(report))
+
+
+def run_cases(args: BenchmarkArguments, setting: Setting) -> dict[str, Any]:
+    """The results of every case asked for, gathered over the processes."""
+    draft_kwargs = make_draft_kwargs(args, setting)
+    largest = max(args.batch_sizes)
+    result: dict[str, Any] = {}
+    if "speculation" in args.cases:
+        lines = [speculation_case(setting, size, draft_kwargs, args.tune_linears) for size in args.batch_sizes]
+        result["speculation"] = merged([line for lines_of_size in lines for line in lines_of_size])
+    if "ragged" in args.cases:
+        result["ragged"] = merged(ragged_case(setting, largest))
+    if "batching" in args.cases:
+        result["batching"] = merged(batching_case(setting, largest, draft_kwargs))
+    if "attention" in args.cases:
+        result["attention"] = attention_case(setting)
+    if "overhead" in args.cases:
+        result["overhead"] = overhead_case(setting, draft_kwargs)
+    return result
+
+
+def make_draft_kwargs(args: BenchmarkArguments, setting: Setting) -> dict[str, Any]:
+    """What to give to `generate` for speculation, the same to transformers and to us."""
+    if args.draft_model is None and args.draft_noise is None:
+        return {"prompt_lookup_num_tokens": args.num_lookup_tokens}
+    if args.draft_model is not None:
+        draft = AutoModelForCausalLM.from_pretrained(args.draft_model, dtype="auto").eval().to(setting.model.device)
+    else:
+        draft = noisy_draft(setting.model, args.draft_noise)
+    # transformers reads these from the draft's configuration only
+    draft.generation_config.num_assistant_tokens = args.num_assistant_tokens
+    draft.generation_config.num_assistant_tokens_schedule = "constant"
+    draft.generation_config.assistant_confidence_threshold = 0.0
+    return {"assistant_model": draft}
+
+
+def merged(lines: list[Measurement]) -> list[dict[str, Any]]:
+    """Adds up the processes: all tokens, the slowest process's time."""
+    of_all = gather_object([lines])
+    results = []
+    for line in zip(*of_all):
+        seconds = max(part.seconds for part in line)
+        total = replace(
+            line[0],
+            tokens=sum(part.tokens for part in line),
+            seconds=seconds,
+            num_equal=sum(part.num_equal for part in line),
+            num_prompts=sum(part.num_prompts for part in line),
+        )
+        results.append(asdict(total) | {"tokens_per_second": total.tokens_per_second})
+    baselines: dict[int, float] = {}
+    for entry in results:
+        baselines.setdefault(entry["batch_size"], entry["seconds"])
+        entry["speedup"] = baselines[entry["batch_size"]] / entry["seconds"]
+    return results
+
+
+def environment(state: PartialState) -> dict[str, Any]:
+    """Hardware and versions."""
+    is_cuda = torch.cuda.is_available()
+    return {
+        "device": torch.cuda.get_device_name() if is_cuda else cpu_name(),
+        "num_threads": torch.get_num_threads(),
+        "num_processes": state.num_processes,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "hf_specgen": __version__,
+    }
+
+
+def cpu_name() -> str:
+    """The processor's model name where Linux tells it."""
+    path = Path("/proc/cpuinfo")
+    lines = path.read_text().splitlines() if path.exists() else []
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor()
+
+
+def print_tables(report: dict[str, Any]) -> None:
+    """What a person reads."""
+    console = Console(width=118)
+    environment = report["environment"]
+    console.print(
+        f"{report['settings']['model']} on {environment['device']}, {environment['num_threads']} threads x "
+        f"{environment['num_processes']} processes, torch {environment['torch']}, "
+        f"transformers {environment['transformers']}"
+    )
+    for case in ("speculation", "ragged", "batching"):
+        if case in report:
+            console.print(measurement_table(case, report[case]))
+    for entry in report.get("attention", []):
+        console.print(
+            f"attention over {entry['cached_tokens']} cached tokens, {entry['new_positions']} new: sdpa "
+            f"{entry['sdpa_ms']:.1f} ms, grouped {entry['grouped_ms']:.1f} ms ({entry['speedup']:.2f}x, largest "
+            f"difference {entry['max_difference']:.1e})"
+        )
+    if "overhead" in report:
+        share = report["overhead"]["processors_verification_bookkeeping_share"]
+        console.print(f"processors, verification and bookkeeping at batch 1 with penalties: {share:.1%} of the time")
+
+
+def measurement_table(title: str, lines: list[dict[str, Any]]) -> Table:
+    table = Table(title=title)
+    for name in ("batch", "what", "tokens/s", "speed-up", "equal ids", "tokens/round", "kept by position"):
+        table.add_column(name, justify="left" if name == "what" else "right")
+    for line in lines:
+        stats = line["stats"] or {}
+        survival = " ".join(f"{share:.2f}" for share in stats.get("survival", [])[:6])
+        table.add_row(
+            str(line["batch_size"]),
+            line["name"],
+            f"{line['tokens_per_second']:.1f}",
+            f"{line['speedup']:.2f}x",
+            f"{line['num_equal']}/{line['num_prompts']}",
+            f"{stats['mean_accepted_length']:.2f}" if stats.get("drafting_rounds") else "",
+            survival,
+        )
+    return table
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,243 @@
+"""What `benchmark.py` measures: each case times its baselines and ours in turn, in one run."""
+
+import copy
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+from loading import left_padded
+from tqdm import tqdm
+from transformers import DynamicCache, PreTrainedModel
+
+from hf_specgen import Decoder, DecodingStats, Request, TokenPenalties, enable_speculation
+from hf_specgen.attention import grouped_attention
+from hf_specgen.cpu_linear import tune_linears
+
+Outputs = list[list[int]]  # generated ids per prompt
+
+
+@dataclass(frozen=True)
+class Setting:
+    """Everything that the cases have in common."""
+
+    model: PreTrainedModel
+    prompts: list[list[int]]
+    generate_kwargs: dict
+    repeats: int
+    pad_token_id: int
+    is_main: bool = True
+
+
+@dataclass
+class Runner:
+    """One thing to time: `run` gives the outputs and, for ours, the statistics of that run."""
+
+    name: str
+    run: Callable[[], tuple[Outputs, DecodingStats | None]]
+    is_tuned: bool = False
+    seconds: list[float] = field(default_factory=list)
+    outputs: Outputs = field(default_factory=list)
+    stats: DecodingStats | None = None
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """
+    A line of the table.
+
+    Args:
+        name (`str`): what was run.
+        batch_size (`int`): rows side by side.
+        tokens (`int`): useful tokens per run.
+        seconds (`float`): the median over the repeats.
+        speedup (`float`): over the first line of the same batch size, measured in the same run.
+        num_equal (`int`): prompts whose ids equal those of the first line.
+        num_prompts (`int`): prompts.
+        stats (`dict`, *optional*): statistics of the last run of our loop.
+    """
+
+    name: str
+    batch_size: int
+    tokens: int
+    seconds: float
+    speedup: float
+    num_equal: int
+    num_prompts: int
+    stats: dict | None = None
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.tokens / self.seconds
+
+
+def measure(runners: list[Runner], setting: Setting, batch_size: int) -> list[Measurement]:
+    """Times the runners in turn, after one warm-up each; the first is the baseline."""
+    steps = tqdm(total=len(runners) * (setting.repeats + 1), desc=f"batch {batch_size}", disable=not setting.is_main)
+    for repeat in range(setting.repeats + 1):
+        for runner in runners:
+            tuning = tune_linears(setting.model) if runner.is_tuned else None
+            start = time.perf_counter()
+            runner.outputs, runner.stats = runner.run()
+            seconds = time.perf_counter() - start
+            if tuning is not None:
+                tuning.restore()
+            if repeat > 0:
+                runner.seconds.append(seconds)
+            steps.update()
+    steps.close()
+    baseline = statistics.median(runners[0].seconds)
+    return [
+        Measurement(
+            name=runner.name,
+            batch_size=batch_size,
+            tokens=sum(map(len, runner.outputs)),
+            seconds=statistics.median(runner.seconds),
+            speedup=baseline / statistics.median(runner.seconds),
+            num_equal=sum(a == b for a, b in zip(runner.outputs, runners[0].outputs)),
+            num_prompts=len(runner.outputs),
+            stats=None if runner.stats is None else runner.stats.to_dict(),
+        )
+        for runner in runners
+    ]
+
+
+def generate_in_batches(model: PreTrainedModel, setting: Setting, batch_size: int, **kwargs) -> tuple:
+    """`generate` over padded batches in the order of the prompts; padding and what follows eos is dropped."""
+    outputs: Outputs = []
+    stats: DecodingStats | None = None
+    eos = model.generation_config.eos_token_id
+    eos_ids = set() if eos is None else {eos} if isinstance(eos, int) else set(eos)
+    for start in range(0, len(setting.prompts), batch_size):
+        batch = left_padded(setting.prompts[start : start + batch_size], setting.pad_token_id)
+        batch = {name: tensor.to(model.device) for name, tensor in batch.items()}
+        ids = model.generate(**batch, **setting.generate_kwargs, **kwargs)
+        for row in ids[:, batch["input_ids"].shape[1] :].tolist():
+            end = next((i + 1 for i, token_id in enumerate(row) if token_id in eos_ids), len(row))
+            outputs.append(row[:end])
+        if kwargs.keys() & {"assistant_model", "prompt_lookup_num_tokens"}:
+            own = getattr(model, "speculation_stats", None)
+            stats = own if stats is None or own is None else stats + own
+    return outputs, stats
+
+
+def speculation_case(setting: Setting, batch_size: int, draft_kwargs: dict, is_tuned: bool) -> list[Measurement]:
+    """Plain and stock assisted `generate` against ours with the same drafter."""
+    plain = copy.copy(setting.model)  # shares the weights, keeps its class
+    ours = enable_speculation(copy.copy(setting.model))
+
+    def runner(name: str, model: PreTrainedModel, tuned: bool = False, **kwargs) -> Runner:
+        return Runner(name, lambda: generate_in_batches(model, setting, batch_size, **kwargs), tuned)
+
+    runners = [runner("plain generate", plain)]
+    if batch_size == 1:
+        runners.append(runner("stock assisted generate", plain, **draft_kwargs))
+    runners.append(runner("speculative", ours, **draft_kwargs))
+    if is_tuned:
+        runners.append(runner("plain generate, tuned linears", plain, tuned=True))
+        runners.append(runner("speculative, tuned linears", ours, tuned=True, **draft_kwargs))
+    return measure(runners, setting, batch_size)
+
+
+def ragged_case(setting: Setting, seats: int) -> list[Measurement]:
+    """Ragged budgets: padded `generate` in batches against the decoder with as many seats, both without eos."""
+    generator = torch.Generator().manual_seed(0)
+    budgets = torch.randint(8, 129, (len(setting.prompts),), generator=generator).tolist()
+    by_budget = sorted(range(len(budgets)), key=lambda index: -budgets[index])
+
+    def padded(order: list[int]) -> tuple[Outputs, None]:
+        outputs: dict[int, list[int]] = {}
+        for start in range(0, len(order), seats):
+            chosen = order[start : start + seats]
+            batch = left_padded([setting.prompts[index] for index in chosen], setting.pad_token_id)
+            longest = max(budgets[index] for index in chosen)
+            ids = setting.model.generate(**batch, max_new_tokens=longest, do_sample=False, eos_token_id=None)
+            for index, row in zip(chosen, ids[:, batch["input_ids"].shape[1] :].tolist()):
+                outputs[index] = row[: budgets[index]]
+        return [outputs[index] for index in range(len(order))], None
+
+    def seated() -> tuple[Outputs, DecodingStats]:
+        requests = [Request(prompt, budget) for prompt, budget in zip(setting.prompts, budgets)]
+        decoder = Decoder(setting.model, max_batch_size=seats)
+        for _ in decoder.run(requests):
+            pass
+        return [request.token_ids for request in requests], decoder.stats
+
+    runners = [
+        Runner(f"padded generate in batches of {seats}", lambda: padded(list(range(len(budgets))))),
+        Runner("the same, batches sorted by budget", lambda: padded(by_budget)),
+        Runner(f"Decoder with {seats} seats", seated),
+    ]
+    return measure(runners, setting, seats)
+
+
+def batching_case(setting: Setting, batch_size: int, draft_kwargs: dict) -> list[Measurement]:
+    """Speculation one prompt at a time against speculation in a batch."""
+    model = enable_speculation(copy.copy(setting.model))
+    runners = [
+        Runner("speculative, one by one", lambda: generate_in_batches(model, setting, 1, **draft_kwargs)),
+        Runner(
+            f"speculative, batches of {batch_size}",
+            lambda: generate_in_batches(model, setting, batch_size, **draft_kwargs),
+        ),
+    ]
+    return measure(runners, setting, batch_size)
+
+
+def attention_case(setting: Setting, cached_lengths: tuple[int, ...] = (200, 3000), new: int = 5) -> list[dict]:
+    """One pass over `new` masked positions, through transformers' sdpa and with grouped heads."""
+    model = setting.model
+    results = []
+    for cached in cached_lengths:
+        cache = DynamicCache(config=model.config)
+        ids = torch.randint(3, 1000, (1, cached + new), generator=torch.Generator().manual_seed(0))
+        with torch.no_grad():
+            model(ids[:, :cached], cache=cache, use_cache=True, logits_to_keep=1)
+        columns = torch.arange(cached + new)
+        mask = (columns <= torch.arange(cached, cached + new)[:, None])[None, None]
+
+        def verify(cache=cache, ids=ids, mask=mask, cached=cached) -> torch.Tensor:
+            with torch.no_grad():
+                logits = model(ids[:, cached:], cache=cache, attention_mask=mask, use_cache=True).logits
+            cache.crop(-new)
+            return logits
+
+        times: dict[str, list[float]] = {"sdpa": [], "grouped": []}
+        logits = {}
+        for repeat in range(4 * setting.repeats + 1):
+            for name in times:
+                start = time.perf_counter()
+                if name == "grouped":
+                    with grouped_attention(model):
+                        logits[name] = verify()
+                else:
+                    logits[name] = verify()
+                if repeat > 0:
+                    times[name].append(time.perf_counter() - start)
+        sdpa, grouped = (statistics.median(times[name]) for name in ("sdpa", "grouped"))
+        results.append(
+            {
+                "cached_tokens": cached,
+                "new_positions": new,
+                "sdpa_ms": 1e3 * sdpa,
+                "grouped_ms": 1e3 * grouped,
+                "speedup": sdpa / grouped,
+                "max_difference": float((logits["sdpa"] - logits["grouped"]).abs().max()),
+            }
+        )
+    return results
+
+
+def overhead_case(setting: Setting, draft_kwargs: dict) -> dict:
+    """The share of a round that is not the target's pass, at batch 1 with all penalties on."""
+    model = enable_speculation(copy.copy(setting.model))
+    penalties = [TokenPenalties(1.1, 0.1, 0.1)]
+    _, stats = generate_in_batches(model, setting, 1, logits_processor=penalties, **draft_kwargs)
+    assert stats is not None, "our loop leaves its statistics"
+    seconds = stats.seconds
+    total = sum(seconds.values())
+    return {
+        "seconds": dict(seconds),
+        "processors_verification_bookkeeping_share": (seconds["processors"] + seconds["other"]) / total,
+    }

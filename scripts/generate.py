@@ -1,0 +1,101 @@
+"""
+Answers one prompt, with any settings:
+
+    python scripts/generate.py --prompt "Write a haiku about rain." --stats
+    python scripts/generate.py --prompt "Rewrite: ..." --num_lookup_tokens 8 --tune_linears --stats
+    accelerate launch scripts/generate.py --model my/target --draft_model my/draft --prompt "Hello" --do_sample
+
+The text is streamed to stdout; with `--stats` the last line is one JSON object.
+"""
+
+import json
+import time
+from dataclasses import dataclass, field
+
+import torch
+from loading import encode_prompt, load_model
+from transformers import AutoModelForCausalLM, HfArgumentParser, TextStreamer, set_seed
+
+from hf_specgen import LogitBias, TokenPenalties, UndecodableMask, enable_speculation
+from hf_specgen.cpu_linear import tune_linears
+
+
+@dataclass
+class GenerateArguments:
+    prompt: str = field(metadata={"help": "What to answer."})
+    model: str = field(default="smollm2", metadata={"help": "'smollm2', 'small', a folder or a hub name."})
+    draft_model: str | None = field(default=None, metadata={"help": "A smaller model with the same tokenizer."})
+    num_lookup_tokens: int | None = field(default=None, metadata={"help": "Candidates per round by prompt lookup."})
+    num_assistant_tokens: int | None = field(default=None, metadata={"help": "Candidates per round of the draft."})
+    assistant_confidence_threshold: float | None = field(
+        default=None, metadata={"help": "The draft stops after a candidate less probable than this."}
+    )
+    max_new_tokens: int = field(default=128, metadata={"help": "The most tokens to generate."})
+    do_sample: bool = field(default=False, metadata={"help": "Sample instead of taking the best token."})
+    temperature: float = field(default=1.0, metadata={"help": "Divides the scores when sampling."})
+    top_k: int = field(default=0, metadata={"help": "Sample among the best k only; 0 is all."})
+    top_p: float = field(default=1.0, metadata={"help": "Sample within this probability mass only."})
+    repetition_penalty: float = field(default=1.0, metadata={"help": "Above 1 discourages tokens that occur."})
+    frequency_penalty: float = field(default=0.0, metadata={"help": "Subtracted per occurrence."})
+    presence_penalty: float = field(default=0.0, metadata={"help": "Subtracted once from tokens that occur."})
+    logit_bias: str | None = field(default=None, metadata={"help": 'JSON object of id to bias, as {"198": -100}.'})
+    stop: list[str] = field(default_factory=list, metadata={"help": "Strings that end the text."})
+    seed: int = field(default=0, metadata={"help": "Seeds torch."})
+    tune_linears: bool = field(default=False, metadata={"help": "Measure and use faster few-row products on CPU."})
+    stats: bool = field(default=False, metadata={"help": "Print statistics as JSON."})
+
+
+def main() -> None:
+    (args,) = HfArgumentParser(GenerateArguments).parse_args_into_dataclasses()
+    set_seed(args.seed)
+    model, tokenizer = load_model(args.model)
+    enable_speculation(model)
+    if args.tune_linears:
+        tune_linears(model)
+    draft = None
+    if args.draft_model is not None:
+        draft = AutoModelForCausalLM.from_pretrained(args.draft_model, dtype="auto").eval()
+    input_ids = torch.tensor([encode_prompt(tokenizer, (args.prompt,))])
+    settings = {
+        "assistant_model": draft,
+        "prompt_lookup_num_tokens": args.num_lookup_tokens,
+        "num_assistant_tokens": args.num_assistant_tokens,
+        "assistant_confidence_threshold": args.assistant_confidence_threshold,
+        "stop_strings": args.stop or None,
+        "tokenizer": tokenizer if args.stop else None,
+        "do_sample": args.do_sample,
+    }
+    if args.do_sample:
+        settings |= {"temperature": args.temperature, "top_k": args.top_k, "top_p": args.top_p}
+    start = time.perf_counter()
+    output_ids = model.generate(
+        input_ids=input_ids.to(model.device),
+        attention_mask=torch.ones_like(input_ids).to(model.device),
+        max_new_tokens=args.max_new_tokens,
+        logits_processor=_processors(args, model.config.get_text_config().vocab_size, tokenizer),
+        streamer=TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True),
+        **{name: value for name, value in settings.items() if value is not None},
+    )
+    seconds = time.perf_counter() - start
+    if args.stats:
+        num_tokens = output_ids.shape[1] - input_ids.shape[1]
+        result = {"tokens": num_tokens, "seconds": seconds, "tokens_per_second": num_tokens / seconds}
+        if draft is not None or args.num_lookup_tokens is not None:
+            result |= model.speculation_stats.to_dict() | {"seconds": seconds}
+        print(json.dumps(result))
+
+
+def _processors(args: GenerateArguments, vocab_size: int, tokenizer) -> list:
+    processors: list = []
+    penalties = (args.repetition_penalty, args.frequency_penalty, args.presence_penalty)
+    if penalties != (1.0, 0.0, 0.0):
+        processors.append(TokenPenalties(*penalties))
+    if args.logit_bias is not None:
+        processors.append(LogitBias(json.loads(args.logit_bias)))
+    if vocab_size > len(tokenizer):
+        processors.append(UndecodableMask(len(tokenizer), tokenizer.pad_token_id, tokenizer.eos_token_id))
+    return processors
+
+
+if __name__ == "__main__":
+    main()
