@@ -90,12 +90,13 @@ class AssistedCall:
         if reason is None:
             return False
         is_simple = all(type(criterion) in SIMPLE_CRITERIA for criterion in self.stopping_criteria)
-        is_served = is_served_by_transformers(self.model)
+        models = [self.model, *([assistant_model] if isinstance(assistant_model, PreTrainedModel) else [])]
+        is_served = all(is_served_by_transformers(model) for model in models)
         if len(self.input_ids) > 1 or not is_simple or synced_gpus or has_hook or not is_served:
             raise ValueError(
                 f"Speculative decoding cannot serve this call: {reason}. transformers' own loop "
                 + (
-                    "could, but only one row, without stop strings, other stopping criteria, `synced_gpus` or hooks."
+                    "could, but one row only, without stop strings, other criteria, `synced_gpus` or hooks."
                     if is_served
                     else "cannot either. Call `generate` without a drafter."
                 )
@@ -120,8 +121,8 @@ class AssistedCall:
             problem = "`prefill_chunk_size` is not supported"
         elif stateful := [p for p in self.logits_processor if isinstance(p, STATEFUL_PROCESSORS)]:
             problem = (
-                f"`{type(stateful[0]).__name__}` (`guidance_scale` or SynthID watermarking) keeps a state from call to "
-                "call, which candidates that are refused would spoil"
+                f"`{type(stateful[0]).__name__}` (`guidance_scale` or SynthID watermarking) keeps a state from call "
+                "to call, which refused candidates would spoil"
             )
         if problem is not None:
             raise ValueError(f"Speculative decoding cannot serve this call: {problem}.")
@@ -189,7 +190,7 @@ class AssistedCall:
             raise TypeError(f"`assistant_model` has to be a model or a `Drafter`, but is {assistant_model!r}.")
         _check_vocabularies(self.model, assistant_model, tokenizer)
         own = assistant_model.generation_config
-        asked = {
+        asked: dict[str, Any] = {
             "num_assistant_tokens": settings.num_assistant_tokens or own.num_assistant_tokens,
             "schedule": settings.num_assistant_tokens_schedule or own.num_assistant_tokens_schedule,
             "confidence_threshold": (
@@ -254,7 +255,7 @@ class AssistedCall:
                 eos_token_ids.update(criterion.eos_token_id.flatten().tolist())
         if outside := [i for i in eos_token_ids if not 0 <= i < vocab_size]:
             raise ValueError(
-                f"`eos_token_id` {outside} is outside the vocabulary of {vocab_size} ids, so it would never be reached."
+                f"`eos_token_id` {outside} is outside the vocabulary of {vocab_size} ids and can never be reached."
             )
         pad_token_id = self.config._pad_token_tensor
         if pad_token_id is None and len(self.input_ids) > 1:
@@ -264,8 +265,8 @@ class AssistedCall:
             )
         if len(self.input_ids) > 1 and not 0 <= int(pad_token_id) < vocab_size:
             raise ValueError(
-                f"`pad_token_id` {int(pad_token_id)} is outside the vocabulary of {vocab_size} ids; rows that end early "
-                "cannot be filled with it."
+                f"`pad_token_id` {int(pad_token_id)} is outside the vocabulary of {vocab_size} ids; rows that end "
+                "early cannot be filled with it."
             )
         others = [c for c in self.stopping_criteria if type(c) not in (EosTokenCriteria, MaxLengthCriteria)]
         return DecodingRules(
@@ -306,6 +307,6 @@ def _check_vocabularies(target: PreTrainedModel, draft: Any, tokenizer: PreTrain
         is_one_tokenizer = abs(sizes[0] - sizes[1]) <= min(1024, max(sizes) // 5)
     if not is_one_tokenizer:
         raise ValueError(
-            f"The target has a vocabulary of {sizes[0]} ids and the draft one of {sizes[1]}: these are not paddings of one "
-            "tokenizer. For a draft with another tokenizer pass `tokenizer=` and `assistant_tokenizer=`."
+            f"The target has a vocabulary of {sizes[0]} ids and the draft one of {sizes[1]}: these are no paddings of "
+            "one tokenizer. For a draft with another tokenizer pass `tokenizer=` and `assistant_tokenizer=`."
         )

@@ -1,8 +1,8 @@
 """Attention for masked blocks of a few positions, without a copy of the shared keys and values.
 
-transformers' sdpa function repeats every key and value once per query head of its group as soon as there is a mask and
-more than one position. Verification is exactly that case. The function here turns the query heads that share a key/value
-head into query rows instead; every other call goes to transformers' own function.
+transformers' sdpa function repeats every key and value once per query head of its group as soon as there is a mask
+and more than one position. Verification is exactly that case. The function here turns the query heads that share a
+key/value head into query rows instead; every other call goes to transformers' own function.
 """
 
 import threading
@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -29,7 +30,7 @@ def grouped_attention_forward(
     attention_mask: Tensor | None,
     dropout: float = 0.0,
     scaling: float | None = None,
-    **kwargs,
+    **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """
     Scaled dot product attention in the form of transformers' `AttentionInterface`, with grouped heads kept grouped.
@@ -45,7 +46,7 @@ def grouped_attention_forward(
     """
     rows, heads, new, _ = query.shape
     kv_heads = key.shape[1]
-    if not _is_groupable(query, key, attention_mask, kwargs):
+    if attention_mask is None or not _is_groupable(query, key, attention_mask, kwargs):
         return sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
         )
@@ -63,10 +64,9 @@ def grouped_attention_forward(
     return output.reshape(rows, heads, new, value.shape[3]).transpose(1, 2).contiguous(), None
 
 
-def _is_groupable(query: Tensor, key: Tensor, mask: Tensor | None, extras: dict) -> bool:
+def _is_groupable(query: Tensor, key: Tensor, mask: Tensor, extras: dict[str, Any]) -> bool:
     return (
-        mask is not None
-        and mask.dtype == torch.bool
+        mask.dtype == torch.bool
         and mask.ndim == 4
         and mask.shape[1] == 1
         and query.shape[1] > key.shape[1]
@@ -105,16 +105,15 @@ def grouped_attention(model: PreTrainedModel) -> Iterator[None]:
 
 
 def _switchable_configs(model: PreTrainedModel) -> list[PreTrainedConfig]:
-    """The configs that the model's attention layers read, where these layers run on sdpa through `AttentionInterface`."""
-    submodels = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
-    configs = {
-        id(submodel.config): submodel.config
-        for submodel in submodels
-        if submodel.config._attn_implementation in ("sdpa", GROUPED_ATTENTION) and _uses_interface(type(submodel))
-    }
+    """The configs that the model's attention layers read, where these run on sdpa through `AttentionInterface`."""
+    configs: dict[int, PreTrainedConfig] = {}
+    for module in model.modules():
+        if isinstance(module, PreTrainedModel) and module.config._attn_implementation in ("sdpa", GROUPED_ATTENTION):
+            if _uses_interface(type(module)):  # type: ignore[arg-type]  # mypy thinks that classes have no hash
+                configs[id(module.config)] = module.config
     return list(configs.values())
 
 
 @lru_cache
-def _uses_interface(model_class: type[PreTrainedModel]) -> bool:
+def _uses_interface(model_class: Any) -> bool:
     return model_class._can_set_attn_implementation()  # reads the source file of the class

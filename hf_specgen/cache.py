@@ -5,6 +5,7 @@ nothing cached ever moves. Knows no model class: layer kinds come from the confi
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -42,7 +43,7 @@ class SlotLayer(CacheLayerMixin):
         self.values = _new_buffer(value_states, self.cache.num_rows, columns)
         self.is_initialized = True
 
-    def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         elif self.keys.shape[2] < self.cache.num_columns:
@@ -108,7 +109,7 @@ class SlotCache(Cache):
         kinds, settings = get_layer_types_and_kwargs(text_config)
         if unknown := set(kinds) - {"full_attention", "sliding_attention", "dummy"}:
             raise ValueError(
-                f"`SlotCache` holds full and sliding attention layers only, but the model has {sorted(unknown)} layers."
+                f"`SlotCache` holds full and sliding attention layers, but the model has {sorted(unknown)} layers."
             )
         self.num_rows = num_rows
         self.capacity = capacity
@@ -184,7 +185,9 @@ class SlotCache(Cache):
             masks["sliding_attention"] = is_past & (columns > positions - window)
         if is_additive:
             floor = torch.finfo(dtype).min
-            masks = {k: torch.zeros(m.shape, dtype=dtype, device=m.device).masked_fill_(~m, floor) for k, m in masks.items()}
+            masks = {
+                k: torch.zeros(m.shape, dtype=dtype, device=m.device).masked_fill_(~m, floor) for k, m in masks.items()
+            }
         if len(self._mask_kinds) == 1:
             return masks[self._mask_kinds[0]]
         return {kind: masks[kind] for kind in self._mask_kinds}

@@ -57,6 +57,11 @@ def _has_alibi(model: PreTrainedModel) -> bool:
     return config["model_type"] in ("bloom", "mpt") or bool(config.get("alibi"))
 
 
+def num_input_ids(model: PreTrainedModel) -> int:
+    """How many ids the model's input embeddings know."""
+    return model.get_input_embeddings().num_embeddings
+
+
 def learned_positions(model: PreTrainedModel) -> int | None:
     """How many positions a model with learned position embeddings knows, None for other encodings."""
     text_config = model.config.get_text_config(decoder=True)
@@ -148,7 +153,7 @@ def self_check(model: PreTrainedModel) -> None:
 
 def _ragged_difference(model: PreTrainedModel) -> float:
     """The largest difference of logits over their largest value."""
-    vocab_size = model.get_input_embeddings().num_embeddings
+    vocab_size = num_input_ids(model)
     texts = [[(7 * i + 3) % vocab_size for i in range(6)], [(5 * i + 1) % vocab_size for i in range(3)]]
     expected = [
         model(input_ids=torch.tensor([text], device=model.device), use_cache=False).logits[0, -1].float()

@@ -1,7 +1,7 @@
 """Decoder: seats requests and runs rounds. The one decoding loop of this package.
 
-A round: draft; one target pass over the anchor and the candidates; process and verify; commit. Eager decoding, batches,
-continuous batching and speculation are settings of it.
+A round: draft; one target pass over the anchor and the candidates; process and verify; commit. Eager decoding,
+batches, continuous batching and speculation are settings of it.
 """
 
 import time
@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from transformers.utils import ModelOutput
 
 from .attention import grouped_attention
-from .compatibility import check_positions, self_check, unsupported_reason
+from .compatibility import check_positions, num_input_ids, self_check, unsupported_reason
 from .drafting import Drafter, check_count
 from .request import Request
 from .rows import Rows, forward, forward_last, padded
@@ -91,24 +91,25 @@ class Decoder:
     def _models(self) -> list[PreTrainedModel]:
         return [m for m in (self.model, self.drafter and self.drafter.model) if m is not None]
 
-    def add(self, request: Request) -> None:
+    def add(self, *requests: Request) -> None:
         """
-        Queues a request.
+        Queues requests, all or none.
 
         Raises:
-            `ValueError`: if it leaves the positions that the models know, or names ids outside the vocabulary.
+            `ValueError`: if one leaves the positions that the models know, or names ids outside the vocabulary.
         """
-        if not isinstance(request, Request):
-            raise TypeError(f"The decoder takes a `Request`, but got a {type(request).__name__!r}.")
-        vocab_size = self.model.get_input_embeddings().num_embeddings
-        if (largest := max(request.prompt_ids)) >= vocab_size:
-            raise ValueError(f"`prompt_ids` holds {largest}, but the model's vocabulary has {vocab_size} ids.")
-        if outside := [i for i in request.rules.eos_token_ids if not 0 <= i < vocab_size]:
-            raise ValueError(f"`eos_token_ids` holds {outside}, but the model's vocabulary has {vocab_size} ids.")
-        others = [r for r in self.rows.requests if r is not None]
+        vocab_size = num_input_ids(self.model)
+        for request in requests:
+            if not isinstance(request, Request):
+                raise TypeError(f"The decoder takes a `Request`, but got a {type(request).__name__!r}.")
+            if (largest := max(request.prompt_ids)) >= vocab_size:
+                raise ValueError(f"`prompt_ids` holds {largest}, but the model's vocabulary has {vocab_size} ids.")
+            if outside := [i for i in request.rules.eos_token_ids if not 0 <= i < vocab_size]:
+                raise ValueError(f"`eos_token_ids` holds {outside}, but the model's vocabulary has {vocab_size} ids.")
+        everyone = [*(r for r in self.rows.requests if r is not None), *self._waiting, *requests]
         for used, role in zip(self._models, ("target", "draft model")):
-            check_positions(used, [*others, *self._waiting, request], role)
-        self._waiting.append(request)
+            check_positions(used, everyone, role)
+        self._waiting.extend(requests)
 
     @property
     def has_unfinished(self) -> bool:
@@ -133,8 +134,7 @@ class Decoder:
         Yields:
             After each round, the requests that got tokens or finished in it.
         """
-        for request in sorted(requests, key=lambda request: -request.max_new_tokens):
-            self.add(request)
+        self.add(*sorted(requests, key=lambda request: -request.max_new_tokens))
         with ExitStack() as stack:
             for used in self._models:
                 stack.enter_context(grouped_attention(used))
@@ -286,9 +286,7 @@ class Decoder:
         if self.trace:
             next_token_id = entry[-3] if num_taken > num_accepted else None
             kept = min(num_accepted, num_taken)
-            self.stats.traces.append(
-                RoundTrace(request.batch_row, tuple(entry[:num_proposed]), kept, next_token_id)
-            )
+            self.stats.traces.append(RoundTrace(request.batch_row, tuple(entry[:num_proposed]), kept, next_token_id))
 
     def _dummy_pass(self) -> None:
         """What a rank without work runs so that the others' collectives complete; changes nothing."""

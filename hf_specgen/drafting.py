@@ -1,4 +1,4 @@
-"""Drafters: what proposes candidates. The contract, a causal language model, and n-gram lookup in the row's own text."""
+"""Drafters: what proposes candidates. The contract, a causal language model, and n-gram lookup in a row's own text."""
 
 from abc import ABC, abstractmethod
 
@@ -116,9 +116,7 @@ class CausalLMDrafter(Drafter):
         _check_number("assistant_confidence_threshold", confidence_threshold)
         _check_number("temperature", temperature)
         if not 0 <= confidence_threshold < 1:
-            raise ValueError(
-                f"`assistant_confidence_threshold` has to be in [0, 1), but is {confidence_threshold!r}."
-            )
+            raise ValueError(f"`assistant_confidence_threshold` has to be in [0, 1), but is {confidence_threshold!r}.")
         if schedule not in ("constant", "heuristic", "heuristic_transient"):
             raise ValueError(
                 "`num_assistant_tokens_schedule` has to be 'constant', 'heuristic' or 'heuristic_transient', "
@@ -146,7 +144,7 @@ class CausalLMDrafter(Drafter):
             return Candidates.none(rows.num_spanned, rows.device)
         do_sample = [request is not None and request.rules.do_sample for request in rows.spanned]
         is_sampling = any(do_sample) and self.temperature > 0
-        noise = rows.draw(limits.tolist(), k).to(rows.device) if is_sampling else None
+        noise = rows.draw(limits.tolist(), k).to(rows.device)
         lengths = torch.zeros_like(limits)
         is_open = limits > 0
         candidate_ids = torch.zeros(rows.num_spanned, 0, dtype=torch.long, device=rows.device)
@@ -196,7 +194,7 @@ class CausalLMDrafter(Drafter):
 
     def _feed_pending(self, rows: Rows) -> Tensor:
         """Feeds every row what its cache lacks; returns the scores after its last token. (rows, 1, vocab)"""
-        cache = rows.draft_cache
+        cache = _draft_cache(rows)
         missing = [len(tokens) for tokens in rows.pending(cache)]
         if max(missing) > LONG_PREFILL and any(0 < n <= LONG_PREFILL for n in missing):
             for row, count in enumerate(missing):
@@ -212,8 +210,13 @@ class CausalLMDrafter(Drafter):
         vocab_size = self.model.get_input_embeddings().num_embeddings
         token_ids = torch.where(token_ids < vocab_size, token_ids, 0).to(self.model.device)
         run = forward if token_ids.shape[1] == 1 else forward_last
-        logits = run(self.model, rows.draft_cache, span, token_ids, num_tokens).logits
+        logits = run(self.model, _draft_cache(rows), span, token_ids, num_tokens).logits
         return _with_vocab(logits, rows.model.config.get_text_config().vocab_size).to(rows.device)
+
+
+def _draft_cache(rows: Rows) -> SlotCache:
+    assert rows.draft_cache is not None, "the drafter has made a cache"
+    return rows.draft_cache
 
 
 def _with_vocab(logits: Tensor, vocab_size: int) -> Tensor:

@@ -1,17 +1,18 @@
 """Door one: `model.generate(..., assistant_model=draft)` on our loop.
 
-`enable_speculation` swaps the instance's class for a subclass in which `_assisted_decoding` runs the [`Decoder`]. By then
-`generate` has prepared processors, criteria and inputs, so what a user can ask of it works here too.
+`enable_speculation` swaps the instance's class for a subclass in which `_assisted_decoding` runs the [`Decoder`]. By
+then `generate` has prepared processors, criteria and inputs, so what a user can ask of it works here too.
 """
 
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, SupportsIndex, TypeVar
 
 import torch
 from torch import Tensor
 from torch._dynamo import OptimizedModule
 from transformers import (
     GenerationConfig,
+    GenerationMixin,
     LogitsProcessorList,
     PreTrainedModel,
     PreTrainedTokenizerBase,
@@ -58,7 +59,7 @@ ASSISTANT_SETTINGS = (
 )
 
 
-class SpeculationMixin:
+class SpeculationMixin(GenerationMixin):
     """The three methods of `GenerationMixin` that speculation overrides."""
 
     def _prepare_generation_config(
@@ -85,8 +86,8 @@ class SpeculationMixin:
         is_assisted = generation_mode == GenerationMode.ASSISTED_GENERATION
         if has_drafter and not is_assisted:
             raise ValueError(
-                f"Speculative decoding knows greedy search and sampling, but the settings ask for "
-                f"{generation_mode.value!r}. Drop `assistant_model` and `prompt_lookup_num_tokens`, or set `num_beams=1`."
+                "Speculative decoding knows greedy search and sampling, but the settings ask for "
+                f"{generation_mode.value!r}. Drop the drafter or set `num_beams=1`."
             )
         settings: SpeculationSettings = generation_config._speculation
         if not is_assisted and (settings.on_round is not None or settings.trace):
@@ -110,7 +111,8 @@ class SpeculationMixin:
     ) -> SpeculativeDecoderOnlyOutput | Tensor:
         settings: SpeculationSettings = generation_config._speculation
         call = AssistedCall(self, input_ids, generation_config, logits_processor, stopping_criteria, model_kwargs)
-        if call.is_handed_over(assistant_model, assistant_tokenizer, synced_gpus, settings.on_round is not None):
+        has_hook = settings.on_round is not None or settings.trace
+        if call.is_handed_over(assistant_model, assistant_tokenizer, synced_gpus, has_hook):
             del generation_config._speculation  # transformers copies the configuration for its drafters
             self.speculation_stats = None
             return super()._assisted_decoding(
@@ -153,7 +155,7 @@ class SpeculationMixin:
             speculation_stats=decoder.stats,
         )
 
-    def __reduce_ex__(self, protocol: int) -> tuple:
+    def __reduce_ex__(self, protocol: SupportsIndex) -> tuple:
         return _rebuild, (type(self).__mro__[2],), self.__dict__.copy()
 
 
@@ -174,8 +176,7 @@ def _speculative_class(base: type) -> type:
 
 
 def _rebuild(base: type) -> PreTrainedModel:
-    subclass = _speculative_class(base)
-    return subclass.__new__(subclass)
+    return object.__new__(_speculative_class(base))
 
 
 def enable_speculation(model: ModelT) -> ModelT:
@@ -221,7 +222,7 @@ def disable_speculation(model: ModelT) -> ModelT:
         target.__dict__.pop("speculation_stats", None)
     elif isinstance(target, SpeculationMixin):
         raise ValueError(
-            f"The class of the model was changed to {type(target).__name__!r} after `enable_speculation`; undo that first."
+            f"The model's class was changed to {type(target).__name__!r} after `enable_speculation`; undo that first."
         )
     return model
 
@@ -233,8 +234,7 @@ def unwrap(model: Any) -> PreTrainedModel:
     if hasattr(model, "peft_config") and hasattr(model, "get_base_model"):
         if any(config.is_prompt_learning for config in model.peft_config.values()):
             raise ValueError(
-                "PEFT models that learn a prompt build their inputs outside the model, where speculation cannot follow. "
-                "Use LoRA or another method that changes layers."
+                "PEFT models that learn a prompt build their inputs where speculation cannot follow. Use LoRA or another method that changes layers."
             )
         return unwrap(model.get_base_model())
     if not isinstance(model, PreTrainedModel) or not model.can_generate():

@@ -61,11 +61,20 @@ class PaddedBatch:
         rows, self.prompt_length = prompt_ids.shape
         self.rules = rules
         self._is_read = bool(rules.logits_processor or rules.stopping_criteria)
+        self._is_started = False
         self.token_ids = prompt_ids.new_full((rows, self.prompt_length + max_new_tokens), rules.pad_token_id)
         self.token_ids[:, : self.prompt_length] = prompt_ids
-        self._counts: dict[int, TokenCounts] = {
-            id(processor): processor.make_counts(prompt_ids)
-            for processor in rules.logits_processor
+        self._counts: dict[int, TokenCounts] = {}
+
+    def start(self, device: torch.device) -> None:
+        """Moves the ids to `device` and counts the prompts, once."""
+        if self._is_started:
+            return
+        self._is_started = True
+        self.token_ids = self.token_ids.to(device)
+        self._counts = {
+            id(processor): processor.make_counts(self.token_ids[:, : self.prompt_length])
+            for processor in self.rules.logits_processor
             if isinstance(processor, TokenPenalties)
         }
 
@@ -127,7 +136,7 @@ class Request:
     max_new_tokens: int
     rules: DecodingRules = field(default_factory=DecodingRules)
     seed: int | None = None
-    batch: PaddedBatch | None = None
+    batch: PaddedBatch = None  # type: ignore[assignment]  # made in __post_init__
     batch_row: int = 0
     keep_scores: bool = False
     keep_logits: bool = False
@@ -154,13 +163,13 @@ class Request:
         if self.seed is not None and not 0 <= self.seed <= MAX_SEED:
             raise ValueError(f"`seed` has to be between 0 and {MAX_SEED}, but is {self.seed}.")
         self.is_alone = self.batch is None  # a failing processor then concerns this request only
+        if self.is_alone:
+            self.batch = PaddedBatch(torch.tensor([self.prompt_ids]), self.max_new_tokens, self.rules)
         self._generator: torch.Generator | None = None
 
     def start(self, device: torch.device) -> None:
         """Makes what decoding needs: the ids on `device` and the random numbers."""
-        if self.batch is None:
-            prompt_ids = torch.tensor([self.prompt_ids], device=device)
-            self.batch = PaddedBatch(prompt_ids, self.max_new_tokens, self.rules)
+        self.batch.start(device)
         if self.rules.do_sample:
             seed = self.seed if self.seed is not None else int(torch.randint(MAX_SEED, ()))
             self._generator = torch.Generator().manual_seed(seed)

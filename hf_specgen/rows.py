@@ -4,6 +4,8 @@ Between rounds every cache holds all committed tokens of its row but the last on
 lag behind. Knows no processors, no verification and no drafting.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -14,7 +16,7 @@ from .request import Request
 
 
 def forward(
-    model: PreTrainedModel, cache: SlotCache, rows: slice, token_ids: Tensor, num_tokens: Tensor, **model_kwargs
+    model: PreTrainedModel, cache: SlotCache, rows: slice, token_ids: Tensor, num_tokens: Tensor, **model_kwargs: Any
 ) -> ModelOutput:
     """
     One forward pass over new tokens of consecutive rows; the cache counts them as written.
@@ -47,7 +49,7 @@ def forward(
 
 
 def forward_last(
-    model: PreTrainedModel, cache: SlotCache, rows: slice, token_ids: Tensor, num_tokens: Tensor, **model_kwargs
+    model: PreTrainedModel, cache: SlotCache, rows: slice, token_ids: Tensor, num_tokens: Tensor, **model_kwargs: Any
 ) -> ModelOutput:
     """As `forward`, with `logits` of shape `(rows, 1, vocab)`: those of each row's last token that counts."""
     last = (num_tokens - 1).clamp(min=0)
@@ -127,6 +129,7 @@ class Rows:
     def commit(self, seat: int, token_ids: list[int]) -> None:
         """Gives a row its new tokens and rolls its caches back to what is committed."""
         request = self.requests[seat]
+        assert request is not None, "an empty seat has nothing to commit"
         request.commit(token_ids)
         for cache in self._caches():
             cache.truncate(seat, request.num_committed - 1)

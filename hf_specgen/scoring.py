@@ -1,8 +1,8 @@
 """Processors and warpers over rows x positions: which of them is applied how.
 
-Three ways, in the order of the caller's list: processors that do not read ids judge all rows and positions at once; our
-penalties add the uncommitted candidates to their sparse counts; any other is called on the whole padded batch, once per
-distinct number of generated tokens, and each row uses the call at its own length.
+Three ways, in the order of the caller's list: processors that do not read ids judge all rows and positions at once;
+our penalties add the uncommitted candidates to their sparse counts; any other is called on the whole padded batch,
+once per distinct number of generated tokens, and each row uses the call at its own length.
 """
 
 import torch

@@ -4,10 +4,12 @@ from collections import Counter
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+PHASES = ("draft", "verify", "processors", "other")
+
 
 @dataclass(frozen=True)
 class RoundTrace:
-    """One round of one row: what was proposed, how much of it was kept, and the token after it (None if cut before)."""
+    """One round of one row: what was proposed, how much was kept, and the token after it (None if the row ended)."""
 
     row: int
     proposed: tuple[int, ...]
@@ -28,7 +30,7 @@ class DecodingStats:
         target_forwards, draft_forwards (`int`): forward passes, whatever the number of rows.
         proposed, judged, accepted (`Counter`): per position in the block, candidates proposed; those whose fate was
             decided (everything before them was kept and the row had not ended); those kept and emitted.
-        seconds (`Counter`): wall time by phase: `draft`, `verify` (target passes), `processors` (scores and
+        seconds (`dict[str, float]`): wall time by phase: `draft`, `verify` (target passes), `processors` (scores and
             verification), `other`. On an accelerator this is the time of the host.
         traces (`list[RoundTrace]`): every round of every row, when asked for.
     """
@@ -42,7 +44,7 @@ class DecodingStats:
     proposed: Counter[int] = field(default_factory=Counter)
     judged: Counter[int] = field(default_factory=Counter)
     accepted: Counter[int] = field(default_factory=Counter)
-    seconds: Counter[str] = field(default_factory=Counter)
+    seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
     traces: list[RoundTrace] = field(default_factory=list)
 
     def record_round(self, num_proposed: int, num_accepted: int, num_emitted: int) -> None:
@@ -92,7 +94,9 @@ class DecodingStats:
     def __add__(self, other: "DecodingStats") -> "DecodingStats":
         if not isinstance(other, DecodingStats):
             return NotImplemented
-        return DecodingStats(**{f.name: getattr(self, f.name) + getattr(other, f.name) for f in fields(self)})
+        summed = {f.name: getattr(self, f.name) + getattr(other, f.name) for f in fields(self) if f.name != "seconds"}
+        seconds = {phase: self.seconds[phase] + other.seconds[phase] for phase in PHASES}
+        return DecodingStats(**summed, seconds=seconds)
 
     def to_dict(self) -> dict[str, Any]:
         """The counts and rates as plain numbers and lists, for JSON."""

@@ -60,7 +60,8 @@ def _first_stops(requests: list[Request], token_lists: list[list[int]]) -> list[
     for criterion in batch.rules.stopping_criteria:
         found = _judge(criterion, batch, requests, token_lists)
         for index, stop in enumerate(found):
-            if stop is not None and (stops[index] is None or stop[0] < stops[index][0]):
+            earlier = stops[index]
+            if stop is not None and (earlier is None or stop[0] < earlier[0]):
                 stops[index] = stop
     return stops
 
@@ -96,7 +97,7 @@ def _judge_stop_strings(
 
 
 def _last(row: Tensor, width: int) -> Tensor:
-    """The last `width` ids; in front of a shorter row an id outside any vocabulary, which the criterion never matches."""
+    """The last `width` ids; before a shorter row an id outside any vocabulary, which the criterion never matches."""
     if len(row) >= width:
         return row[-width:]
     return torch.cat([row.new_full((width - len(row),), torch.iinfo(torch.int32).max), row])

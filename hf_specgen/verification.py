@@ -54,7 +54,9 @@ class Verification:
     is_possible: Tensor
 
 
-def verify(candidates: Candidates, scores: Tensor, do_sample: Sequence[bool], noise: Tensor | None = None) -> Verification:
+def verify(
+    candidates: Candidates, scores: Tensor, do_sample: Sequence[bool], noise: Tensor | None = None
+) -> Verification:
     """
     Judges a block of candidates per row (Leviathan et al. 2023, https://arxiv.org/abs/2211.17192, algorithm 1).
 
@@ -76,6 +78,9 @@ def verify(candidates: Candidates, scores: Tensor, do_sample: Sequence[bool], no
     rows, k = candidates.token_ids.shape
     device = scores.device
     lengths = candidates.lengths.to(device, non_blocking=True)
+    if noise is None:
+        assert not any(do_sample), "sampling rows need noise"
+        noise = scores.new_zeros(rows, k + 1)
     is_drafted = torch.arange(k, device=device) < lengths[:, None]
     best_scores, best_ids = scores.max(dim=-1)
     is_accepted = candidates.token_ids == best_ids[:, :k]

@@ -6,8 +6,8 @@ Speculative against plain and stock assisted generation, all measured in one run
     accelerate launch --num_processes 2 scripts/benchmark.py --model my/target --draft_model my/draft \
         --prompts openai/gsm8k:question --prompt_limit 64 --do_sample --temperature 0.7
 
-Prints a table, and as the last line of stdout one JSON object, which `--output` also writes to a file. Under `accelerate
-launch` the prompts are split over the processes; tokens per second are those of all processes together.
+Prints a table, and as the last line of stdout one JSON object, which `--output` also writes to a file. Under
+`accelerate launch` the prompts are split over the processes; tokens per second are those of all processes together.
 """
 
 import json
@@ -122,12 +122,12 @@ def run_cases(args: BenchmarkArguments, setting: Setting) -> dict[str, Any]:
 
 def make_draft_kwargs(args: BenchmarkArguments, setting: Setting) -> dict[str, Any]:
     """What to give to `generate` for speculation, the same to transformers and to us."""
-    if args.draft_model is None and args.draft_noise is None:
-        return {"prompt_lookup_num_tokens": args.num_lookup_tokens}
     if args.draft_model is not None:
         draft = AutoModelForCausalLM.from_pretrained(args.draft_model, dtype="auto").eval().to(setting.model.device)
-    else:
+    elif args.draft_noise is not None:
         draft = noisy_draft(setting.model, args.draft_noise)
+    else:
+        return {"prompt_lookup_num_tokens": args.num_lookup_tokens}
     # transformers reads these from the draft's configuration only
     draft.generation_config.num_assistant_tokens = args.num_assistant_tokens
     draft.generation_config.num_assistant_tokens_schedule = "constant"

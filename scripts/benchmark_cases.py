@@ -5,6 +5,8 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
 
 import torch
 from loading import left_padded
@@ -103,7 +105,7 @@ def measure(runners: list[Runner], setting: Setting, batch_size: int) -> list[Me
     ]
 
 
-def generate_in_batches(model: PreTrainedModel, setting: Setting, batch_size: int, **kwargs) -> tuple:
+def generate_in_batches(model: PreTrainedModel, setting: Setting, batch_size: int, **kwargs: Any) -> tuple:
     """`generate` over padded batches in the order of the prompts; padding and what follows eos is dropped."""
     outputs: Outputs = []
     stats: DecodingStats | None = None
@@ -127,7 +129,7 @@ def speculation_case(setting: Setting, batch_size: int, draft_kwargs: dict, is_t
     plain = copy.copy(setting.model)  # shares the weights, keeps its class
     ours = enable_speculation(copy.copy(setting.model))
 
-    def runner(name: str, model: PreTrainedModel, tuned: bool = False, **kwargs) -> Runner:
+    def runner(name: str, model: PreTrainedModel, tuned: bool = False, **kwargs: Any) -> Runner:
         return Runner(name, lambda: generate_in_batches(model, setting, batch_size, **kwargs), tuned)
 
     runners = [runner("plain generate", plain)]
@@ -197,12 +199,7 @@ def attention_case(setting: Setting, cached_lengths: tuple[int, ...] = (200, 300
         columns = torch.arange(cached + new)
         mask = (columns <= torch.arange(cached, cached + new)[:, None])[None, None]
 
-        def verify(cache=cache, ids=ids, mask=mask, cached=cached) -> torch.Tensor:
-            with torch.no_grad():
-                logits = model(ids[:, cached:], cache=cache, attention_mask=mask, use_cache=True).logits
-            cache.crop(-new)
-            return logits
-
+        verify = partial(_verify_block, model, cache, ids[:, cached:], mask)
         times: dict[str, list[float]] = {"sdpa": [], "grouped": []}
         logits = {}
         for repeat in range(4 * setting.repeats + 1):
@@ -227,6 +224,13 @@ def attention_case(setting: Setting, cached_lengths: tuple[int, ...] = (200, 300
             }
         )
     return results
+
+
+def _verify_block(model: PreTrainedModel, cache: DynamicCache, ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        logits = model(ids, cache=cache, attention_mask=mask, use_cache=True).logits
+    cache.crop(-ids.shape[1])
+    return logits
 
 
 def overhead_case(setting: Setting, draft_kwargs: dict) -> dict:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 import torch
 from loading import encode_prompt, load_model
-from transformers import AutoModelForCausalLM, HfArgumentParser, TextStreamer, set_seed
+from transformers import AutoModelForCausalLM, HfArgumentParser, PreTrainedTokenizerBase, TextStreamer, set_seed
 
 from hf_specgen import LogitBias, TokenPenalties, UndecodableMask, enable_speculation
 from hf_specgen.cpu_linear import tune_linears
@@ -85,7 +85,7 @@ def main() -> None:
         print(json.dumps(result))
 
 
-def _processors(args: GenerateArguments, vocab_size: int, tokenizer) -> list:
+def _processors(args: GenerateArguments, vocab_size: int, tokenizer: PreTrainedTokenizerBase) -> list:
     processors: list = []
     penalties = (args.repetition_penalty, args.frequency_penalty, args.presence_penalty)
     if penalties != (1.0, 0.0, 0.0):

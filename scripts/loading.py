@@ -64,7 +64,7 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def noisy_draft(model: PreTrainedModel, noise: float, seed: int = 1) -> PreTrainedModel:
-    """A copy of the target whose head is disturbed by `noise` times its spread: a draft of known cost and some skill."""
+    """A copy of the target whose head is disturbed by `noise` times its spread: a draft that is right sometimes."""
     draft = copy.deepcopy(model)
     head = draft.get_output_embeddings()
     generator = torch.Generator().manual_seed(seed)

@@ -84,7 +84,9 @@ def test_candidate_of_probability_zero_is_never_kept(q):
     assert judge(block([[3]], probs=q), [[HALVES, UNIFORM]], True, [[0.0, 0.6]])[:2] == ([0], [1])
 
 
-@pytest.mark.parametrize(("u", "next_token_id"), [(0.0, 1), (0.249, 1), (0.251, 2), (0.624, 2), (0.626, 3), (0.999, 3)])
+@pytest.mark.parametrize(
+    ("u", "next_token_id"), [(0.0, 1), (0.249, 1), (0.251, 2), (0.624, 2), (0.626, 3), (0.999, 3)]
+)
 def test_correction_comes_from_what_p_exceeds_q_by(u, next_token_id):
     # p - q = [-0.75 + .25, .0625, .09375, .09375] after clamping: shares 0.25, 0.375, 0.375
     q = [[[0.75, 0.1875, 0.15625, 0.15625]]]
