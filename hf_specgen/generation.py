@@ -234,7 +234,8 @@ def unwrap(model: Any) -> PreTrainedModel:
     if hasattr(model, "peft_config") and hasattr(model, "get_base_model"):
         if any(config.is_prompt_learning for config in model.peft_config.values()):
             raise ValueError(
-                "PEFT models that learn a prompt build their inputs where speculation cannot follow. Use LoRA or another method that changes layers."
+                "PEFT models that learn a prompt build their inputs where speculation cannot follow. Use LoRA or "
+                "another method that changes layers."
             )
         return unwrap(model.get_base_model())
     if not isinstance(model, PreTrainedModel) or not model.can_generate():

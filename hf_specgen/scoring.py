@@ -52,8 +52,8 @@ def score(rows: Rows, logits: Tensor, candidate_ids: Tensor, lengths: Tensor, fi
     """
     groups = _groups(rows)
     if not groups:
-        return logits.to(dtype=torch.float32)
-    scores = logits.to(dtype=torch.float32, copy=True)
+        return logits.to(rows.device, torch.float32)
+    scores = logits.to(rows.device, torch.float32, copy=True)
     for batch, members in groups:
         _draft(members, candidate_ids)
         index = [row for row, _ in members]

