@@ -46,39 +46,41 @@ class PassCount:
         self.count += 1
 
 
+def settings_of(case: str, rank: int) -> dict:
+    start = CASES[case][rank]
+    return {
+        "inputs": torch.tensor([[start["letter"]]]),
+        "max_new_tokens": start["max_new_tokens"],
+        "eos_token_id": EOS,
+        "pad_token_id": 0,
+    }
+
+
+def run_case(case: str, rank: int) -> dict:
+    plain, speculating, draft = ring(), enable_speculation(ring()), ring(WRONG)
+    drafting = {"assistant_model": draft, "num_assistant_tokens": 4}
+    settings = settings_of(case, rank)
+    speculating.generate(**settings, **drafting)  # for the self-check, which has passes of its own
+    passes = PassCount(speculating)
+    actual = speculating.generate(**settings, **drafting, synced_gpus=True)
+    stats = speculating.speculation_stats
+    return {
+        "plain": plain.generate(**settings)[0].tolist(),
+        "speculative": actual[0].tolist(),
+        "num_passes": passes.count,
+        "num_own_passes": stats.target_forwards,
+        "num_accepted": sum(stats.accepted.values()),
+        "num_judged": sum(stats.judged.values()),
+        "tokens": stats.tokens,
+    }
+
+
 def run_rank(folder: Path) -> None:
     """What each rank does; its results go to a file of its own."""
     distributed.init_process_group("gloo")
     rank = distributed.get_rank()
-    results = {}
-    for case, starts in CASES.items():
-        settings = {
-            "inputs": torch.tensor([[starts[rank]["letter"]]]),
-            "max_new_tokens": starts[rank]["max_new_tokens"],
-            "eos_token_id": EOS,
-            "pad_token_id": 0,
-        }
-        plain, speculating, draft = ring(), enable_speculation(ring()), ring(WRONG)
-        drafting = {"assistant_model": draft, "num_assistant_tokens": 4}
-        speculating.generate(**settings, **drafting)  # for the self-check, which has passes of its own
-        passes, draft_passes = PassCount(speculating), PassCount(draft)
-        actual = speculating.generate(**settings, **drafting, synced_gpus=True)
-        stats = speculating.speculation_stats
-        results[case] = {
-            "plain": plain.generate(**settings)[0].tolist(),
-            "speculative": actual[0].tolist(),
-            "num_passes": passes.count,
-            "num_own_passes": stats.target_forwards,
-            "num_draft_passes": draft_passes.count,
-            "num_accepted": sum(stats.accepted.values()),
-            "num_judged": sum(stats.judged.values()),
-            "tokens": stats.tokens,
-        }
-        distributed.barrier()
-    # transformers' own loop, only where it neither hangs nor crashes
-    settings["inputs"] = torch.tensor([[CASES["eos"][rank]["letter"]]])
-    settings["max_new_tokens"] = CASES["eos"][rank]["max_new_tokens"]
-    stock = ring().generate(**settings, prompt_lookup_num_tokens=3, synced_gpus=True)
+    results = {case: run_case(case, rank) for case in CASES}
+    stock = ring().generate(**settings_of("eos", rank), prompt_lookup_num_tokens=3, synced_gpus=True)
     results["stock"] = stock[0].tolist()
     (folder / f"rank_{rank}.json").write_text(json.dumps(results))
     distributed.barrier()
