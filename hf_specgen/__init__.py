@@ -1,5 +1,6 @@
 """Speculative and batched generation for Hugging Face Transformers, exact at any batch size."""
 
+from .cpu_linear import tune_linears
 from .decoder import Decoder
 from .drafting import CausalLMDrafter, Drafter, PromptLookupDrafter
 from .generation import SpeculativeDecoderOnlyOutput, disable_speculation, enable_speculation
@@ -38,5 +39,6 @@ __all__ = [
     "disable_speculation",
     "enable_speculation",
     "order_logits_processors",
+    "tune_linears",
     "verify",
 ]

@@ -141,17 +141,21 @@ class _Block:
 
     def _process_prefixes(self, processor: hf.PrefixConstrainedLogitsProcessor, block: Tensor) -> Tensor:
         """The caller's function judges one row at a time, and only prefixes that plain decoding can reach."""
-        allowed = torch.full_like(block, -torch.inf)
+        scores = torch.full_like(block, -torch.inf)
         for member, (row, generated) in enumerate(zip(self.batch_rows, self.num_generated)):
             for position in range(min(block.shape[1], self.lengths[member] - self.first + 1)):
-                if self._is_unreachable(allowed, member, position):
+                if self._is_unreachable(scores, member, position):
                     break
                 ids = self.batch.token_ids[row, : self.batch.prompt_length + generated + self.first + position]
                 allowed_ids = processor._prefix_allowed_tokens_fn(row // processor._num_beams, ids)
                 if len(allowed_ids) == 0:
                     raise ValueError(f"`prefix_allowed_tokens_fn` allows no token after {ids.tolist()} in row {row}.")
-                allowed[member, position, allowed_ids] = 0.0
-        return block + allowed
+                allowed = torch.full_like(block[member, position], -torch.inf)
+                allowed[allowed_ids] = 0.0
+                judged = block[member, position] + allowed
+                # As in transformers, the constraint holds even where others have forbidden all that it allows.
+                scores[member, position] = torch.where(judged.amax() == -torch.inf, allowed, judged)
+        return scores
 
     def _process_by_length(self, processor: LogitsProcessor, block: Tensor) -> Tensor:
         """Calls the processor once per distinct number of generated tokens, as plain `generate` would."""

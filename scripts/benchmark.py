@@ -147,6 +147,7 @@ def merged(lines: list[Measurement]) -> list[dict[str, Any]]:
             seconds=seconds,
             num_equal=sum(part.num_equal for part in line),
             num_prompts=sum(part.num_prompts for part in line),
+            largest_gap=max(part.largest_gap for part in line),
         )
         results.append(asdict(total) | {"tokens_per_second": total.tokens_per_second})
     baselines: dict[int, float] = {}
@@ -213,7 +214,8 @@ def measurement_table(title: str, lines: list[dict[str, Any]]) -> Table:
             line["name"],
             f"{line['tokens_per_second']:.1f}",
             f"{line['speedup']:.2f}x",
-            f"{line['num_equal']}/{line['num_prompts']}",
+            f"{line['num_equal']}/{line['num_prompts']}"
+            + (f" (gap {line['largest_gap']:.0e})" if line["largest_gap"] else ""),
             f"{stats['mean_accepted_length']:.2f}" if stats.get("drafting_rounds") else "",
             survival,
         )

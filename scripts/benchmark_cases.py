@@ -56,6 +56,8 @@ class Measurement:
         seconds (`float`): the median over the repeats.
         speedup (`float`): over the first line of the same batch size, measured in the same run.
         num_equal (`int`): prompts whose ids equal those of the first line.
+        largest_gap (`float`): where ids differ, the distance of the two best logits at the first difference, at most
+            over the prompts; other kernels round differently, so a near tie may fall the other way.
         num_prompts (`int`): prompts.
         stats (`dict`, *optional*): statistics of the last run of our loop.
     """
@@ -67,6 +69,7 @@ class Measurement:
     speedup: float
     num_equal: int
     num_prompts: int
+    largest_gap: float = 0.0
     stats: dict | None = None
 
     @property
@@ -99,10 +102,25 @@ def measure(runners: list[Runner], setting: Setting, batch_size: int) -> list[Me
             speedup=baseline / statistics.median(runner.seconds),
             num_equal=sum(a == b for a, b in zip(runner.outputs, runners[0].outputs)),
             num_prompts=len(runner.outputs),
+            largest_gap=max(
+                (top_gap(setting.model, *pair) for pair in zip(setting.prompts, runners[0].outputs, runner.outputs)),
+                default=0.0,
+            ),
             stats=None if runner.stats is None else runner.stats.to_dict(),
         )
         for runner in runners
     ]
+
+
+@torch.no_grad()
+def top_gap(model: PreTrainedModel, prompt: list[int], expected: list[int], actual: list[int]) -> float:
+    """The distance of the two best logits where `actual` first differs from `expected`, 0 if it does not."""
+    if expected == actual:
+        return 0.0
+    position = next((i for i, (a, b) in enumerate(zip(expected, actual)) if a != b), min(len(expected), len(actual)))
+    input_ids = torch.tensor([prompt + expected[:position]], device=model.device)
+    best, second = model(input_ids, logits_to_keep=1).logits[0, -1].float().topk(2).values.tolist()
+    return best - second
 
 
 def generate_in_batches(model: PreTrainedModel, setting: Setting, batch_size: int, **kwargs: Any) -> tuple:

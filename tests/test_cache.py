@@ -184,7 +184,9 @@ def cached_tokens(decoder: Decoder) -> dict[tuple[int, int], tuple]:
 
 def pointers(decoder: Decoder) -> list[int]:
     caches = (decoder.rows.cache, decoder.rows.draft_cache)
-    return [b.data_ptr() for c in caches for layer in c.layers if layer.is_initialized for b in (layer.keys, layer.values)]
+    return [
+        b.data_ptr() for c in caches for layer in c.layers if layer.is_initialized for b in (layer.keys, layer.values)
+    ]
 
 
 def test_no_cached_key_or_value_moves_between_rounds(llama):

@@ -142,14 +142,14 @@ def test_draft_equal_to_the_target_has_its_law(plain, target):
 
 def test_correction_from_the_target_instead_of_the_residual_is_noticed(plain, target, draft, monkeypatch):
     monkeypatch.setattr(verification, "_next_law", law_of_p)
-    counts, acceptance = draw(target, 1, assistant_model=draft, num_draws=NUM_DRAWS // 2)
+    counts, acceptance = draw(target, 1, assistant_model=draft, num_draws=NUM_DRAWS // 4)
     assert 0.05 < acceptance < 0.97
     assert chi_square_p_value(counts, exact_law(plain, Case().process)) < FALSE_ALARM
 
 
 def test_wrong_law_is_noticed(plain, target, draft):
     """A tenth of the temperature is enough to see."""
-    counts, _ = draw(target, 1, assistant_model=draft, temperature=0.9, num_draws=NUM_DRAWS // 2)
+    counts, _ = draw(target, 1, assistant_model=draft, temperature=0.9, num_draws=NUM_DRAWS // 4)
     assert chi_square_p_value(counts, exact_law(plain, Case().process)) < FALSE_ALARM
 
 

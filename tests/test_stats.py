@@ -36,9 +36,7 @@ def test_round_without_candidates_is_no_drafting_round():
     assert counts(stats) == ({}, {}, {})
 
 
-@pytest.mark.parametrize(
-    ("num_emitted", "num_judged", "num_accepted"), [(1, 1, 1), (2, 2, 2), (3, 3, 3), (4, 4, 3)]
-)
+@pytest.mark.parametrize(("num_emitted", "num_judged", "num_accepted"), [(1, 1, 1), (2, 2, 2), (3, 3, 3), (4, 4, 3)])
 def test_cut_round_counts_only_what_became_text(num_emitted, num_judged, num_accepted):
     """Three of five candidates were kept by verification, but the row ended after `num_emitted` tokens."""
     stats = counted((5, 3, num_emitted))
