@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from transformers import LogitsProcessorList, StoppingCriteriaList
 
-from .logits_process import TokenPenalties
 from .token_counts import TokenCounts
+from .token_penalties import TokenPenalties
 
 MAX_SEED = 2**63 - 1
 

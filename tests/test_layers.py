@@ -11,6 +11,7 @@ LAYERS = (
     {
         "logits_process",
         "token_counts",
+        "token_penalties",
         "verification",
         "stats",
         "cache",
@@ -28,7 +29,8 @@ LAYERS = (
 LEVELS = {name: level for level, names in enumerate(LAYERS) for name in names}
 # What may import a file of its own level, downwards within the level.
 NEIGHBOURS = {
-    ("logits_process", "token_counts"),
+    ("logits_process", "token_penalties"),
+    ("token_penalties", "token_counts"),
     ("drafting", "scoring"),
     ("generation", "assisted_call"),
 }

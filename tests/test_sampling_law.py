@@ -149,7 +149,7 @@ def test_correction_from_the_target_instead_of_the_residual_is_noticed(plain, ta
 
 def test_wrong_law_is_noticed(plain, target, draft):
     """A tenth of the temperature is enough to see."""
-    counts, _ = draw(target, 1, assistant_model=draft, temperature=0.9, num_draws=NUM_DRAWS // 4)
+    counts, _ = draw(target, 1, assistant_model=draft, temperature=0.9, num_draws=NUM_DRAWS // 2)
     assert chi_square_p_value(counts, exact_law(plain, Case().process)) < FALSE_ALARM
 
 
