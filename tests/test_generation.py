@@ -250,6 +250,22 @@ def test_row_finished_long_before_the_others():
     assert [len(traced_text(stats, row)) for row in range(3)] == [1, 18, 10]
 
 
+def test_penalty_does_not_count_padding_with_the_eos_id():
+    eos = 13
+    model = cycle_model([(letter + 1) % RING for letter in range(RING)], runner_up=0.8)
+    batch = {
+        "input_ids": torch.tensor([[eos, eos, 10], [5, 6, 7]]),
+        "attention_mask": torch.tensor([[0, 0, 1], [1, 1, 1]]),
+    }
+    settings = {"eos_token_id": eos, "pad_token_id": eos, "max_new_tokens": 8}
+    penalty = {"logits_processor": [TokenPenalties(1.3, pad_token_id=eos)]}
+    drafting = {"assistant_model": ring(), "num_assistant_tokens": 4}
+    stats = assert_same_as_plain(model, batch, drafting, **settings, **penalty)
+    assert stats.tokens == 3 + 6 and stats.mean_accepted_length > 2
+    counting = assert_same_as_plain(model, batch, drafting, **settings, logits_processor=[TokenPenalties(1.3)])
+    assert counting.tokens == 8 + 6, "a penalty that counts the padding misses the end"
+
+
 # Vocabularies
 
 
@@ -518,7 +534,9 @@ def test_saved_model_loads_as_the_plain_class(speculating, draft, tmp_path):
 
 
 @pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
-def test_copies_keep_speculation_and_weights(llama, draft, speculating, duplicate):
+def test_copies_keep_speculation_and_weights(draft, duplicate):
+    plain = make_model()  # not the shared one: after a pass for hidden states no model can be pickled
+    speculating = enable_speculation(copy.deepcopy(plain))
     speculating.generate(**left_padded([6, 2]), assistant_model=draft, max_new_tokens=4)
     other = duplicate(speculating)
     assert type(other) is type(speculating) and other is not speculating
@@ -526,7 +544,7 @@ def test_copies_keep_speculation_and_weights(llama, draft, speculating, duplicat
     with torch.no_grad():
         other.lm_head.weight.zero_()  # its own weights, not shared ones
     batch, settings = left_padded([6, 2]), {"assistant_model": draft, "max_new_tokens": 12}
-    expected = llama.generate(**batch, max_new_tokens=12)
+    expected = plain.generate(**batch, max_new_tokens=12)
     assert speculating.generate(**batch, **settings).tolist() == expected.tolist()
     assert other.generate(**batch, **settings).tolist() != expected.tolist()
     assert type(disable_speculation(other)) is LlamaForCausalLM
