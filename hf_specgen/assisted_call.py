@@ -3,58 +3,30 @@
 Refusals happen here, before the first forward pass.
 """
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch._dynamo import OptimizedModule
 from transformers import (
     GenerationConfig,
     LogitsProcessorList,
     MaxTimeCriteria,
     PreTrainedModel,
-    PreTrainedTokenizerBase,
     StoppingCriteriaList,
     SynthIDTextWatermarkLogitsProcessor,
     UnbatchedClassifierFreeGuidanceLogitsProcessor,
 )
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
 
+from .assistant import SpeculationSettings, drafts_its_own_way, is_sharded, reason_for_transformers
 from .compatibility import is_served_by_transformers, unsupported_reason
 from .decoder import Decoder
-from .drafting import CausalLMDrafter, Drafter, PromptLookupDrafter, check_count
+from .drafting import Drafter
 from .request import DecodingRules, PaddedBatch, Request
 
-if TYPE_CHECKING:
-    from .generation import SpeculationSettings
-
-DEFAULT_NUM_ASSISTANT_TOKENS = 5
 MODEL_KWARGS = {"attention_mask", "position_ids", "cache", "use_cache", "logits_to_keep"}
 STATEFUL_PROCESSORS = (UnbatchedClassifierFreeGuidanceLogitsProcessor, SynthIDTextWatermarkLogitsProcessor)
 SIMPLE_CRITERIA = (MaxLengthCriteria, EosTokenCriteria, MaxTimeCriteria)
-
-
-def is_for_transformers(
-    target: PreTrainedModel, assistant_model: Any, generation_config: GenerationConfig, mode_kwargs: dict
-) -> bool:
-    """Whether a call asks for a drafter that only transformers' own loop knows, or that has another tokenizer."""
-    return _foreign_drafter(assistant_model, generation_config, "assistant_tokenizer" in mode_kwargs) is not None
-
-
-def _foreign_drafter(assistant_model: Any, config: GenerationConfig, has_assistant_tokenizer: bool) -> str | None:
-    if has_assistant_tokenizer:
-        return "the draft has another tokenizer (`assistant_tokenizer`)"
-    if config.assistant_early_exit is not None:
-        return "`assistant_early_exit` is set"
-    if config.use_mtp:
-        return "`use_mtp` is set"
-    if config.speculation_type is not None:
-        return f"`speculation_type` is {config.speculation_type!r}"
-    if assistant_model is None or isinstance(assistant_model, Drafter) or hasattr(assistant_model, "make_drafter"):
-        return None
-    if type(assistant_model).__name__.startswith("Gemma4Assistant") or not hasattr(assistant_model, "forward"):
-        return f"the drafter is a `{type(assistant_model).__name__}`"
-    return None
 
 
 class AssistedCall:
@@ -77,7 +49,7 @@ class AssistedCall:
         self.model_kwargs = model_kwargs
 
     def is_handed_over(
-        self, assistant_model: Any, assistant_tokenizer: Any, synced_gpus: bool, has_hook: bool
+        self, assistant_model: Any, assistant_tokenizer: Any, synced_gpus: bool, settings: SpeculationSettings
     ) -> bool:
         """
         Whether transformers' own loop serves this call instead of ours.
@@ -88,7 +60,15 @@ class AssistedCall:
         self._refuse_wrong_everywhere()
         reason = self._reason_for_transformers(assistant_model, assistant_tokenizer)
         if reason is None:
+            if synced_gpus and is_sharded(assistant_model):
+                raise ValueError(
+                    "Under `synced_gpus` the draft model cannot be sharded, since ranks draft different numbers of "
+                    "tokens. Keep a whole copy of it on every rank."
+                )
             return False
+        hint = "set it in the draft's `generation_config`"
+        settings.refuse_said({"max_matching_ngram_size"}, f"transformers' own loop serves this ({reason}); {hint}")
+        has_hook = settings.on_round is not None or settings.trace
         is_simple = all(type(criterion) in SIMPLE_CRITERIA for criterion in self.stopping_criteria)
         models = [self.model, *([assistant_model] if isinstance(assistant_model, PreTrainedModel) else [])]
         is_served = all(is_served_by_transformers(model) for model in models)
@@ -135,7 +115,7 @@ class AssistedCall:
     def _reason_for_transformers(self, assistant_model: Any, assistant_tokenizer: Any) -> str | None:
         if reason := unsupported_reason(self.model):
             return reason
-        if reason := _foreign_drafter(assistant_model, self.config, assistant_tokenizer is not None):
+        if reason := reason_for_transformers(assistant_model, self.config, assistant_tokenizer is not None):
             return reason
         cache = self.model_kwargs.get("cache")
         if cache is not None and hasattr(cache, "_is_user_defined"):
@@ -151,7 +131,7 @@ class AssistedCall:
             return f"the model inputs {sorted(extra)} are not known to the loop"
         if not self._has_default_positions():
             return "`position_ids` are not those that the attention mask implies"
-        if isinstance(assistant_model, PreTrainedModel) and not hasattr(assistant_model, "make_drafter"):
+        if isinstance(assistant_model, PreTrainedModel) and not drafts_its_own_way(assistant_model):
             reason = unsupported_reason(assistant_model)
             return None if reason is None else f"as a draft, {reason}"
         return None
@@ -169,46 +149,11 @@ class AssistedCall:
         position_ids = position_ids.to(mask.device).masked_fill(mask == 0, 0)
         return position_ids.shape[-1] == mask.shape[-1] and bool((position_ids == expected).all())
 
-    def make_drafter(
-        self, assistant_model: Any, settings: "SpeculationSettings", tokenizer: PreTrainedTokenizerBase | None
-    ) -> Drafter:
-        """The drafter that the call asks for, with its settings; the user's models are left as they are."""
-        num_lookup_tokens = self.config.prompt_lookup_num_tokens
-        if assistant_model is None:
-            check_count("prompt_lookup_num_tokens", num_lookup_tokens)
-            asked_size = settings.max_matching_ngram_size
-            return PromptLookupDrafter(num_lookup_tokens, 3 if asked_size is None else asked_size)
-        if num_lookup_tokens is not None:
-            raise ValueError("Give either `assistant_model` or `prompt_lookup_num_tokens`, not both.")
-        if isinstance(assistant_model, Drafter):
-            return assistant_model
-        if hasattr(assistant_model, "make_drafter"):
-            return assistant_model.make_drafter(self.config)
-        if not isinstance(assistant_model, (PreTrainedModel, OptimizedModule)) and not hasattr(
-            assistant_model, "get_base_model"
-        ):
-            raise TypeError(f"`assistant_model` has to be a model or a `Drafter`, but is {assistant_model!r}.")
-        _check_vocabularies(self.model, assistant_model, tokenizer)
-        own = assistant_model.generation_config
-        asked: dict[str, Any] = {
-            "num_assistant_tokens": settings.num_assistant_tokens or own.num_assistant_tokens,
-            "schedule": settings.num_assistant_tokens_schedule or own.num_assistant_tokens_schedule,
-            "confidence_threshold": (
-                own.assistant_confidence_threshold
-                if settings.assistant_confidence_threshold is None
-                else settings.assistant_confidence_threshold
-            ),
-        }
-        if settings.num_assistant_tokens is not None:
-            check_count("num_assistant_tokens", settings.num_assistant_tokens)
-        return CausalLMDrafter(assistant_model, **{k: v for k, v in asked.items() if v is not None})
-
-    def make_decoder(self, drafter: Drafter, settings: "SpeculationSettings") -> Decoder:
+    def make_decoder(self, drafter: Drafter, settings: SpeculationSettings) -> Decoder:
         """A decoder with a seat for every row."""
         capacity = None
         if self.config.cache_implementation == "static":
-            # Room for the candidates behind a row's last token, and for the right padding of a shorter row.
-            capacity = self.input_ids.shape[1] + 2 * self._max_new_tokens() + DEFAULT_NUM_ASSISTANT_TOKENS
+            capacity = self.input_ids.shape[1] + self._max_new_tokens()
         return Decoder(self.model, drafter, len(self.input_ids), capacity, settings.on_round, settings.trace)
 
     def _max_new_tokens(self) -> int:
@@ -295,18 +240,4 @@ class AssistedCall:
         return tuple(
             torch.stack([scores[step] if step < len(scores) else ended for scores in rows]).to(device)
             for step in range(longest)
-        )
-
-
-def _check_vocabularies(target: PreTrainedModel, draft: Any, tokenizer: PreTrainedTokenizerBase | None) -> None:
-    """Lets pass vocabularies of one tokenizer that are padded to different sizes."""
-    sizes = [model.config.get_text_config().vocab_size for model in (target, draft)]
-    if tokenizer is not None:
-        is_one_tokenizer = sizes[0] == sizes[1] or len(tokenizer) <= min(sizes)
-    else:
-        is_one_tokenizer = abs(sizes[0] - sizes[1]) <= min(1024, max(sizes) // 5)
-    if not is_one_tokenizer:
-        raise ValueError(
-            f"The target has a vocabulary of {sizes[0]} ids and the draft one of {sizes[1]}: these are no paddings of "
-            "one tokenizer. For a draft with another tokenizer pass `tokenizer=` and `assistant_tokenizer=`."
         )

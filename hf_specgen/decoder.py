@@ -8,6 +8,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
+from itertools import count
 
 import torch
 from torch import Tensor, nn
@@ -86,6 +87,7 @@ class Decoder:
         self.rows = Rows(model, max_batch_size, capacity, draft_cache)
         self._waiting: deque[Request] = deque()
         self._newcomers: list[int] = []
+        self._numbers = count()
 
     @property
     def _models(self) -> list[PreTrainedModel]:
@@ -96,20 +98,33 @@ class Decoder:
         Queues requests, all or none.
 
         Raises:
-            `ValueError`: if one leaves the positions that the models know, or names ids outside the vocabulary.
+            `ValueError`: if one leaves the positions that the models know or the fixed capacity, names ids outside
+                the vocabulary, or was queued before.
         """
         vocab_size = num_input_ids(self.model)
         for request in requests:
             if not isinstance(request, Request):
                 raise TypeError(f"The decoder takes a `Request`, but got a {type(request).__name__!r}.")
+            if request.number >= 0:
+                raise ValueError("A `Request` is decoded once; make a new one from its prompt.")
             if (largest := max(request.prompt_ids)) >= vocab_size:
                 raise ValueError(f"`prompt_ids` holds {largest}, but the model's vocabulary has {vocab_size} ids.")
             if outside := [i for i in request.rules.eos_token_ids if not 0 <= i < vocab_size]:
                 raise ValueError(f"`eos_token_ids` holds {outside}, but the model's vocabulary has {vocab_size} ids.")
+            self._check_capacity(request)
         everyone = [*(r for r in self.rows.requests if r is not None), *self._waiting, *requests]
         for used, role in zip(self._models, ("target", "draft model")):
             check_positions(used, everyone, role)
+        for request in requests:
+            request.number = next(self._numbers)
         self._waiting.extend(requests)
+
+    def _check_capacity(self, request: Request) -> None:
+        capacity, needed = self.rows.cache.capacity, len(request.prompt_ids) + request.max_new_tokens
+        if capacity is not None and needed > capacity:
+            raise ValueError(
+                f"Prompt and budget come to {needed} tokens, but the cache has a `capacity` of {capacity} columns."
+            )
 
     @property
     def has_unfinished(self) -> bool:
@@ -134,7 +149,8 @@ class Decoder:
         Yields:
             After each round, the requests that got tokens or finished in it.
         """
-        self.add(*sorted(requests, key=lambda request: -request.max_new_tokens))
+        self.add(*requests)
+        self._waiting = deque(sorted(self._waiting, key=lambda request: -request.max_new_tokens))
         with ExitStack() as stack:
             for used in self._models:
                 stack.enter_context(grouped_attention(used))
@@ -194,6 +210,9 @@ class Decoder:
             return Candidates.none(self.rows.num_spanned, self.rows.device)
         # The last token of the budget needs no candidate: the target gives it anyway.
         room = [0 if r is None or r.error else r.num_remaining - 1 for r in self.rows.spanned]
+        if self.rows.cache.capacity is not None:  # a short row's padding must fit behind the longest row
+            free = self.rows.cache.capacity - int(self.rows.cache.lengths[self.rows.span].max()) - 1
+            room = [min(tokens, free) for tokens in room]
         if max(room) == 0:
             return Candidates.none(self.rows.num_spanned, self.rows.device)
         num_forwards = self.drafter.num_forwards
@@ -286,7 +305,7 @@ class Decoder:
         if self.trace:
             next_token_id = entry[-3] if num_taken > num_accepted else None
             kept = min(num_accepted, num_taken)
-            self.stats.traces.append(RoundTrace(request.batch_row, tuple(entry[:num_proposed]), kept, next_token_id))
+            self.stats.traces.append(RoundTrace(request.number, tuple(entry[:num_proposed]), kept, next_token_id))
 
     def _dummy_pass(self) -> None:
         """What a rank without work runs so that the others' collectives complete; changes nothing."""

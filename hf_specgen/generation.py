@@ -20,9 +20,8 @@ from transformers import (
 )
 from transformers.generation import BaseStreamer, GenerateDecoderOnlyOutput, GenerationMode
 
-from .assisted_call import AssistedCall, is_for_transformers
-from .decoder import RoundHook
-from .drafting import Drafter
+from .assistant import SpeculationSettings, drafts_its_own_way, make_drafter, reason_for_transformers
+from .assisted_call import AssistedCall
 from .stats import DecodingStats
 
 ModelT = TypeVar("ModelT")
@@ -39,44 +38,23 @@ class SpeculativeDecoderOnlyOutput(GenerateDecoderOnlyOutput):
     speculation_stats: DecodingStats | None = None
 
 
-@dataclass(frozen=True)
-class SpeculationSettings:
-    """What the caller said about speculation, None where nothing: transformers would fill in its own defaults."""
-
-    num_assistant_tokens: int | None = None
-    num_assistant_tokens_schedule: str | None = None
-    assistant_confidence_threshold: float | None = None
-    max_matching_ngram_size: int | None = None
-    on_round: RoundHook | None = None
-    trace: bool = False
-
-
-ASSISTANT_SETTINGS = (
-    "num_assistant_tokens",
-    "num_assistant_tokens_schedule",
-    "assistant_confidence_threshold",
-    "max_matching_ngram_size",
-)
-
-
 class SpeculationMixin(GenerationMixin):
     """The three methods of `GenerationMixin` that speculation overrides."""
 
     def _prepare_generation_config(
         self, generation_config: GenerationConfig | None, **kwargs: Any
     ) -> tuple[GenerationConfig, dict]:
-        on_round, trace = kwargs.pop("on_round", None), kwargs.pop("trace", False)
-        said = {name: _said(name, kwargs, generation_config, self.generation_config) for name in ASSISTANT_SETTINGS}
+        settings = SpeculationSettings.of_call(kwargs, generation_config, self.generation_config)
         prepared, model_kwargs = super()._prepare_generation_config(generation_config, **kwargs)
-        prepared._speculation = SpeculationSettings(**said, on_round=on_round, trace=trace)
+        prepared._speculation = settings
         return prepared, model_kwargs
 
     def _validate_generation_mode(
         self, generation_mode: GenerationMode, generation_config: GenerationConfig, generation_mode_kwargs: dict
     ) -> None:
         assistant_model = generation_mode_kwargs.get("assistant_model")
-        is_drafter = isinstance(assistant_model, Drafter) or hasattr(assistant_model, "make_drafter")
-        if assistant_model is not None and not is_drafter and not hasattr(assistant_model, "generate"):
+        is_drafter = drafts_its_own_way(assistant_model) or hasattr(assistant_model, "generate")
+        if assistant_model is not None and not is_drafter:
             raise TypeError(
                 f"`assistant_model` has to be a causal language model or a `Drafter`, but is {assistant_model!r}."
             )
@@ -92,7 +70,9 @@ class SpeculationMixin(GenerationMixin):
         settings: SpeculationSettings = generation_config._speculation
         if not is_assisted and (settings.on_round is not None or settings.trace):
             raise ValueError("`on_round` and `trace` need `assistant_model` or `prompt_lookup_num_tokens`.")
-        if not is_assisted or is_for_transformers(self, assistant_model, generation_config, generation_mode_kwargs):
+        has_own_tokenizer = "assistant_tokenizer" in generation_mode_kwargs
+        reason = reason_for_transformers(assistant_model, generation_config, has_own_tokenizer)
+        if not is_assisted or reason is not None:
             super()._validate_generation_mode(generation_mode, generation_config, generation_mode_kwargs)
 
     def _assisted_decoding(
@@ -111,8 +91,7 @@ class SpeculationMixin(GenerationMixin):
     ) -> SpeculativeDecoderOnlyOutput | Tensor:
         settings: SpeculationSettings = generation_config._speculation
         call = AssistedCall(self, input_ids, generation_config, logits_processor, stopping_criteria, model_kwargs)
-        has_hook = settings.on_round is not None or settings.trace
-        if call.is_handed_over(assistant_model, assistant_tokenizer, synced_gpus, has_hook):
+        if call.is_handed_over(assistant_model, assistant_tokenizer, synced_gpus, settings):
             del generation_config._speculation  # transformers copies the configuration for its drafters
             self.speculation_stats = None
             return super()._assisted_decoding(
@@ -130,7 +109,7 @@ class SpeculationMixin(GenerationMixin):
             )
         if streamer is not None and len(input_ids) > 1:
             raise ValueError(f"`streamer` works with one row at a time, but the batch has {len(input_ids)} rows.")
-        drafter = call.make_drafter(assistant_model, settings, tokenizer)
+        drafter = make_drafter(self, assistant_model, generation_config, settings, tokenizer)
         decoder = call.make_decoder(drafter, settings)
         requests = call.make_requests()
         peers = None
@@ -157,12 +136,6 @@ class SpeculationMixin(GenerationMixin):
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> tuple:
         return _rebuild, (type(self).__mro__[2],), self.__dict__.copy()
-
-
-def _said(name: str, kwargs: dict, given: GenerationConfig | None, default: GenerationConfig) -> Any:
-    """What the call, the configuration given to it or the model's own says, in this order."""
-    values = [kwargs.get(name), None if given is None else getattr(given, name), getattr(default, name)]
-    return next((value for value in values if value is not None), None)
 
 
 _subclasses: dict[type, type] = {}

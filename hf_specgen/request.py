@@ -126,6 +126,7 @@ class Request:
         token_ids (`list[int]`): what was generated so far.
         finish_reason (`str`, *optional*): `"eos"`, `"length"`, `"stop"` (a stop string), `"time"`, `"criteria"` (any
             other stopping criterion), `"error"` or `"aborted"`; None while the request is unfinished.
+        number (`int`): its place in the order in which a decoder was given requests, -1 before.
         error (`Exception`, *optional*): what ended a request with finish reason `"error"`.
 
     Raises:
@@ -142,6 +143,7 @@ class Request:
     keep_logits: bool = False
     token_ids: list[int] = field(default_factory=list, init=False)
     finish_reason: str | None = field(default=None, init=False)
+    number: int = field(default=-1, init=False)
     error: Exception | None = field(default=None, init=False)
     scores: list[Tensor] = field(default_factory=list, init=False)
     logits: list[Tensor] = field(default_factory=list, init=False)

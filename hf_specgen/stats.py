@@ -9,9 +9,9 @@ PHASES = ("draft", "verify", "processors", "other")
 
 @dataclass(frozen=True)
 class RoundTrace:
-    """One round of one row: what was proposed, how much was kept, and the token after it (None if the row ended)."""
+    """One round of a request: what was proposed, how much was kept, the token after it (None if the row ended)."""
 
-    row: int
+    row: int  # of the batch; in a `Decoder` the request's number in the order given
     proposed: tuple[int, ...]
     num_accepted: int
     next_token_id: int | None

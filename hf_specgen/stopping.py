@@ -36,7 +36,8 @@ def cut(requests: list[Request], token_lists: list[list[int]]) -> list[tuple[int
             members[0].error = error
             continue
         for index, stop in zip(indices, found):
-            if stop is not None and (stop[0] < cuts[index][0] or cuts[index][1] is None):
+            taken, reason = cuts[index]
+            if stop is not None and (stop[0] < taken or reason != "eos"):
                 cuts[index] = stop
     return cuts
 

@@ -24,7 +24,7 @@ LAYERS = (
     {"rows", "stopping"},
     {"scoring", "compatibility", "drafting"},
     {"decoder"},
-    {"assisted_call", "generation"},
+    {"assistant", "assisted_call", "generation"},
 )
 LEVELS = {name: level for level, names in enumerate(LAYERS) for name in names}
 # What may import a file of its own level, downwards within the level.
@@ -33,6 +33,8 @@ NEIGHBOURS = {
     ("token_penalties", "token_counts"),
     ("drafting", "scoring"),
     ("generation", "assisted_call"),
+    ("generation", "assistant"),
+    ("assisted_call", "assistant"),
 }
 FILES = sorted(path for path in PACKAGE.rglob("*.py") if path.name != "__init__.py")
 

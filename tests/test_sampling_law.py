@@ -9,7 +9,13 @@ import pytest
 import torch
 from conftest import cycle_model, left_padded, make_model, noisy_copy
 from test_verification import FALSE_ALARM, NUM_DRAWS, chi_square_p_value, law_of_p
-from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+from transformers import (
+    LogitsProcessorList,
+    PreTrainedModel,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
 
 from hf_specgen import (
     Candidates,
@@ -74,7 +80,9 @@ def draw(model, seed: int, num_draws: int = NUM_DRAWS, **settings) -> tuple[torc
     """How often each continuation was drawn, and the mean share of judged candidates that were kept."""
     torch.manual_seed(seed)
     input_ids = torch.tensor(PROMPT).expand(ROWS, -1)
-    settings = {"do_sample": True, "top_k": 0, "max_new_tokens": LENGTH, "num_assistant_tokens": 3, **settings}
+    settings = {"do_sample": True, "top_k": 0, "max_new_tokens": LENGTH, **settings}
+    if isinstance(settings.get("assistant_model"), PreTrainedModel):
+        settings["num_assistant_tokens"] = 3
     places = VOCAB ** torch.arange(LENGTH - 1, -1, -1)
     counts, acceptance = torch.zeros(VOCAB**LENGTH, dtype=torch.long), 0.0
     for _ in range(num_draws // ROWS):
@@ -125,9 +133,7 @@ def test_continuations_have_the_law_of_the_target(plain, target, draft, name):
 
 
 def test_prompt_lookup_has_the_law_of_the_target(plain, target):
-    counts, acceptance = draw(
-        target, 2, num_assistant_tokens=None, prompt_lookup_num_tokens=3, max_matching_ngram_size=2
-    )
+    counts, acceptance = draw(target, 2, prompt_lookup_num_tokens=3, max_matching_ngram_size=2)
     p_value = chi_square_p_value(counts, exact_law(plain, Case().process))
     print(f"mean acceptance {acceptance:.3f}, p-value {p_value:.3g}")
     assert 0.05 < acceptance < 0.97

@@ -90,9 +90,9 @@ def test_earliest_wins():
         assert cut_one(request(**everything), block) == expected
 
 
-def test_at_one_token_eos_is_named_first_and_then_the_budget():
+def test_at_one_token_eos_is_named_first_and_the_budget_last():
     assert cut_one(request(eos="s", criteria=[stop_at("s"), Seen("s")], max_new_tokens=2), "as") == (2, "eos")
-    assert cut_one(request(criteria=[stop_at("s")], max_new_tokens=2), "as") == (2, "length")
+    assert cut_one(request(criteria=[stop_at("s")], max_new_tokens=2), "as") == (2, "stop")
     assert cut_one(request(criteria=[stop_at("s"), Seen("s")]), "as") == (2, "stop")
 
 
