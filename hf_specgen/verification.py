@@ -77,6 +77,9 @@ def verify(
     """
     rows, k = candidates.token_ids.shape
     device = scores.device
+    if k == 0 and not any(do_sample):  # a plain greedy step
+        best_scores, best_ids = scores[:, 0].max(dim=-1)
+        return Verification(torch.zeros_like(best_ids), best_ids, best_scores > -torch.inf)
     lengths = candidates.lengths.to(device, non_blocking=True)
     if noise is None:
         assert not any(do_sample), "sampling rows need noise"

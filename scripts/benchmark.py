@@ -52,6 +52,7 @@ class BenchmarkArguments:
     prompts: str = field(default="builtin", metadata={"help": "'builtin', a .jsonl file or a data set[:column]."})
     categories: list[str] | None = field(default=None, metadata={"help": "Kinds of built-in prompts."})
     prompt_limit: int = field(default=8, metadata={"help": "How many prompts."})
+    max_prompt_tokens: int | None = field(default=None, metadata={"help": "Keep only the end of longer prompts."})
     batch_sizes: list[int] = field(default_factory=lambda: [1, 4], metadata={"help": "Rows side by side."})
     max_new_tokens: int = field(default=64, metadata={"help": "The most tokens per prompt."})
     do_sample: bool = field(default=False, metadata={"help": "Sample instead of taking the best token."})
@@ -80,7 +81,8 @@ def main() -> None:
     model, tokenizer = load_model(args.model)
     model.to(state.device)
     texts = load_prompts(args.prompts, args.categories, args.prompt_limit)
-    prompts = [encode_prompt(tokenizer, prompt.turns) for prompt in texts]
+    start = 0 if args.max_prompt_tokens is None else -args.max_prompt_tokens
+    prompts = [encode_prompt(tokenizer, prompt.turns)[start:] for prompt in texts]
     with state.split_between_processes(prompts) as share:
         sampling = {"do_sample": True, "temperature": args.temperature, "top_k": 0} if args.do_sample else {}
         setting = Setting(
@@ -147,13 +149,15 @@ def merged(lines: list[Measurement]) -> list[dict[str, Any]]:
             seconds=seconds,
             num_equal=sum(part.num_equal for part in line),
             num_prompts=sum(part.num_prompts for part in line),
+            prefill_seconds=None if line[0].prefill_seconds is None else max(p.prefill_seconds for p in line),
             largest_gap=max(part.largest_gap for part in line),
         )
-        results.append(asdict(total) | {"tokens_per_second": total.tokens_per_second})
+        rates = {"tokens_per_second": total.tokens_per_second}
+        results.append(asdict(total) | rates | {"decode_tokens_per_second": total.decode_tokens_per_second})
     baselines: dict[int, float] = {}
     for entry in results:
-        baselines.setdefault(entry["batch_size"], entry["seconds"])
-        entry["speedup"] = baselines[entry["batch_size"]] / entry["seconds"]
+        baselines.setdefault(entry["batch_size"], entry["tokens_per_second"])
+        entry["speedup"] = entry["tokens_per_second"] / baselines[entry["batch_size"]]
     return results
 
 
@@ -181,7 +185,7 @@ def cpu_name() -> str:
 
 def print_tables(report: dict[str, Any]) -> None:
     """What a person reads."""
-    console = Console(width=118)
+    console = Console(width=130)
     environment = report["environment"]
     console.print(
         f"{report['settings']['model']} on {environment['device']}, {environment['num_threads']} threads x "
@@ -204,20 +208,20 @@ def print_tables(report: dict[str, Any]) -> None:
 
 def measurement_table(title: str, lines: list[dict[str, Any]]) -> Table:
     table = Table(title=title)
-    for name in ("batch", "what", "tokens/s", "speed-up", "equal ids", "tokens/round", "kept by position"):
-        table.add_column(name, justify="left" if name == "what" else "right")
+    names = ("batch", "what", "tokens/s", "speed-up", "decode only", "equal ids", "tokens/round", "kept by position")
+    for name in names:
+        table.add_column(name, justify="left" if name == "what" else "right", no_wrap=name == "what")
     for line in lines:
-        stats = line["stats"] or {}
-        survival = " ".join(f"{share:.2f}" for share in stats.get("survival", [])[:6])
+        stats, decode, gap = line["stats"] or {}, line["decode_tokens_per_second"], line["largest_gap"]
         table.add_row(
             str(line["batch_size"]),
             line["name"],
             f"{line['tokens_per_second']:.1f}",
             f"{line['speedup']:.2f}x",
-            f"{line['num_equal']}/{line['num_prompts']}"
-            + (f" (gap {line['largest_gap']:.0e})" if line["largest_gap"] else ""),
+            "" if decode is None else f"{decode:.1f}",
+            f"{line['num_equal']}/{line['num_prompts']}" + (f" (gap {gap:.0e})" if gap else ""),
             f"{stats['mean_accepted_length']:.2f}" if stats.get("drafting_rounds") else "",
-            survival,
+            " ".join(f"{share:.1f}" for share in stats.get("survival", [])[:8]),
         )
     return table
 

@@ -34,12 +34,14 @@ class Setting:
 
 @dataclass
 class Runner:
-    """One thing to time: `run` gives the outputs and, for ours, the statistics of that run."""
+    """One thing to time: `run` gives outputs and, for ours, statistics; `prefill` is the same run for one token."""
 
     name: str
     run: Callable[[], tuple[Outputs, DecodingStats | None]]
     is_tuned: bool = False
+    prefill: Callable[[], Any] | None = None
     seconds: list[float] = field(default_factory=list)
+    prefill_seconds: list[float] = field(default_factory=list)
     outputs: Outputs = field(default_factory=list)
     stats: DecodingStats | None = None
 
@@ -56,6 +58,7 @@ class Measurement:
         seconds (`float`): the median over the repeats.
         speedup (`float`): over the first line of the same batch size, measured in the same run.
         num_equal (`int`): prompts whose ids equal those of the first line.
+        prefill_seconds (`float`, *optional*): the median time of the same with one new token per prompt.
         largest_gap (`float`): where ids differ, the distance of the two best logits at the first difference, at most
             over the prompts; other kernels round differently, so a near tie may fall the other way.
         num_prompts (`int`): prompts.
@@ -69,12 +72,20 @@ class Measurement:
     speedup: float
     num_equal: int
     num_prompts: int
+    prefill_seconds: float | None = None
     largest_gap: float = 0.0
     stats: dict | None = None
 
     @property
     def tokens_per_second(self) -> float:
         return self.tokens / self.seconds
+
+    @property
+    def decode_tokens_per_second(self) -> float | None:
+        """Tokens after the first one of each prompt, without the time of the prefill."""
+        if self.prefill_seconds is None or self.seconds <= self.prefill_seconds:
+            return None
+        return (self.tokens - self.num_prompts) / (self.seconds - self.prefill_seconds)
 
 
 def measure(runners: list[Runner], setting: Setting, batch_size: int) -> list[Measurement]:
@@ -85,11 +96,15 @@ def measure(runners: list[Runner], setting: Setting, batch_size: int) -> list[Me
             tuning = tune_linears(setting.model) if runner.is_tuned else None
             start = time.perf_counter()
             runner.outputs, runner.stats = runner.run()
-            seconds = time.perf_counter() - start
+            middle = time.perf_counter()
+            if runner.prefill is not None:
+                runner.prefill()
+            end = time.perf_counter()
             if tuning is not None:
                 tuning.restore()
             if repeat > 0:
-                runner.seconds.append(seconds)
+                runner.seconds.append(middle - start)
+                runner.prefill_seconds.append(end - middle)
             steps.update()
     steps.close()
     baseline = statistics.median(runners[0].seconds)
@@ -102,6 +117,7 @@ def measure(runners: list[Runner], setting: Setting, batch_size: int) -> list[Me
             speedup=baseline / statistics.median(runner.seconds),
             num_equal=sum(a == b for a, b in zip(runner.outputs, runners[0].outputs)),
             num_prompts=len(runner.outputs),
+            prefill_seconds=statistics.median(runner.prefill_seconds) if runner.prefill is not None else None,
             largest_gap=max(
                 (top_gap(setting.model, *pair) for pair in zip(setting.prompts, runners[0].outputs, runner.outputs)),
                 default=0.0,
@@ -132,7 +148,7 @@ def generate_in_batches(model: PreTrainedModel, setting: Setting, batch_size: in
     for start in range(0, len(setting.prompts), batch_size):
         batch = left_padded(setting.prompts[start : start + batch_size], setting.pad_token_id)
         batch = {name: tensor.to(model.device) for name, tensor in batch.items()}
-        ids = model.generate(**batch, **setting.generate_kwargs, **kwargs)
+        ids = model.generate(**batch, **(setting.generate_kwargs | kwargs))
         for row in ids[:, batch["input_ids"].shape[1] :].tolist():
             end = next((i + 1 for i, token_id in enumerate(row) if token_id in eos_ids), len(row))
             outputs.append(row[:end])
@@ -148,7 +164,8 @@ def speculation_case(setting: Setting, batch_size: int, draft_kwargs: dict, is_t
     ours = enable_speculation(copy.copy(setting.model))
 
     def runner(name: str, model: PreTrainedModel, tuned: bool = False, **kwargs: Any) -> Runner:
-        return Runner(name, lambda: generate_in_batches(model, setting, batch_size, **kwargs), tuned)
+        run = partial(generate_in_batches, model, setting, batch_size, **kwargs)
+        return Runner(name, run, tuned, partial(run, max_new_tokens=1))
 
     runners = [runner("plain generate", plain)]
     if batch_size == 1:
