@@ -78,7 +78,7 @@ def decode(
     batch_size, has_penalties, num_lookup_tokens = setting
     kwargs: dict = {} if num_lookup_tokens is None else {"prompt_lookup_num_tokens": num_lookup_tokens}
     if has_penalties:
-        kwargs["logits_processor"] = [TokenPenalties(1.1, 0.1, 0.1, pad_token_id=tokenizer.pad_token_id)]
+        kwargs["logits_processor"] = [TokenPenalties(1.05, 0.05, 0.0, pad_token_id=tokenizer.pad_token_id)]
     outputs: list[list[int]] = []
     stats = None if num_lookup_tokens is None else DecodingStats()
     start = time.perf_counter()
