@@ -38,8 +38,9 @@ def grouped_attention_forward(
     Args:
         query (`torch.Tensor` of shape `(rows, heads, new, head_dim)`), key and value
             (`(rows, kv_heads, columns, head_dim)`): the states.
-        attention_mask (`torch.BoolTensor` of shape `(rows, 1, new, columns)`, *optional*):
-            True where attention is allowed.
+        attention_mask (`torch.Tensor` of shape `(rows, 1, new, columns)`, *optional*):
+            True where attention is allowed, or what is added to the scores. On CPU an additive mask is the faster one,
+            since sdpa turns booleans into it in every layer.
 
     Returns:
         The output of shape `(rows, new, heads, head_dim)`, and None for the weights.
@@ -66,7 +67,7 @@ def grouped_attention_forward(
 
 def _is_groupable(query: Tensor, key: Tensor, mask: Tensor, extras: dict[str, Any]) -> bool:
     return (
-        mask.dtype == torch.bool
+        mask.dtype in (torch.bool, query.dtype)
         and mask.ndim == 4
         and mask.shape[1] == 1
         and query.shape[1] > key.shape[1]

@@ -170,7 +170,7 @@ class SlotCache(Cache):
 
         Args:
             is_additive (`bool`):
-                Floats to be added to the scores (eager attention) instead of booleans.
+                Floats to be added to the scores instead of booleans: eager attention knows nothing else.
             dtype (`torch.dtype`):
                 The type of an additive mask.
         """

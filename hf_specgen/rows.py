@@ -11,6 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.utils import ModelOutput
 
+from .attention import MAX_POSITIONS
 from .cache import SlotCache
 from .request import Request
 
@@ -34,7 +35,8 @@ def forward(
             How many of them count in each row.
     """
     write = cache.begin(rows, num_tokens, token_ids.shape[1], token_ids.device)
-    is_additive = model.config.get_text_config(decoder=True)._attn_implementation == "eager"
+    is_eager = model.config.get_text_config(decoder=True)._attn_implementation == "eager"
+    is_additive = is_eager or token_ids.shape[1] <= MAX_POSITIONS  # larger ones would take four times the memory
     outputs = model(
         input_ids=token_ids,
         attention_mask=cache.attention_mask(is_additive, model.dtype),

@@ -11,11 +11,13 @@ from typing import Any
 import torch
 from loading import left_padded
 from tqdm import tqdm
-from transformers import DynamicCache, PreTrainedModel
+from transformers import PreTrainedModel
 
 from hf_specgen import Decoder, DecodingStats, Request, TokenPenalties, enable_speculation
 from hf_specgen.attention import grouped_attention
+from hf_specgen.cache import SlotCache
 from hf_specgen.cpu_linear import tune_linears
+from hf_specgen.rows import forward
 
 Outputs = list[list[int]]  # generated ids per prompt
 
@@ -223,30 +225,32 @@ def batching_case(setting: Setting, batch_size: int, draft_kwargs: dict) -> list
 
 
 def attention_case(setting: Setting, cached_lengths: tuple[int, ...] = (200, 3000), new: int = 5) -> list[dict]:
-    """One pass over `new` masked positions, through transformers' sdpa and with grouped heads."""
-    model = setting.model
+    """A verification pass of `new` positions, through transformers' sdpa with a boolean mask and as in our loop."""
+    model, rows, num_tokens = setting.model, slice(0, 1), torch.tensor([new])
     results = []
     for cached in cached_lengths:
-        cache = DynamicCache(config=model.config)
+        cache = SlotCache(model.config, num_rows=1)
         ids = torch.randint(3, 1000, (1, cached + new), generator=torch.Generator().manual_seed(0))
         with torch.no_grad():
-            model(ids[:, :cached], cache=cache, use_cache=True, logits_to_keep=1)
-        columns = torch.arange(cached + new)
-        mask = (columns <= torch.arange(cached, cached + new)[:, None])[None, None]
-
-        verify = partial(_verify_block, model, cache, ids[:, cached:], mask)
+            forward(model, cache, rows, ids[:, :cached], torch.tensor([cached]), logits_to_keep=1)
         times: dict[str, list[float]] = {"sdpa": [], "grouped": []}
         logits = {}
-        for repeat in range(4 * setting.repeats + 1):
+        for repeat in range(5 * setting.repeats + 1):
             for name in times:
                 start = time.perf_counter()
-                if name == "grouped":
-                    with grouped_attention(model):
-                        logits[name] = verify()
-                else:
-                    logits[name] = verify()
+                with torch.no_grad():
+                    if name == "grouped":
+                        with grouped_attention(model):
+                            outputs = forward(model, cache, rows, ids[:, cached:], num_tokens)
+                    else:
+                        write = cache.begin(rows, num_tokens, new, ids.device)
+                        mask = cache.attention_mask(is_additive=False, dtype=model.dtype)
+                        inputs = {"attention_mask": mask, "position_ids": write.position_ids, "cache": cache}
+                        outputs = model(ids[:, cached:], use_cache=True, **inputs)
                 if repeat > 0:
                     times[name].append(time.perf_counter() - start)
+                logits[name] = outputs.logits
+                cache.truncate(0, cached)
         sdpa, grouped = (statistics.median(times[name]) for name in ("sdpa", "grouped"))
         results.append(
             {
@@ -259,13 +263,6 @@ def attention_case(setting: Setting, cached_lengths: tuple[int, ...] = (200, 300
             }
         )
     return results
-
-
-def _verify_block(model: PreTrainedModel, cache: DynamicCache, ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    with torch.no_grad():
-        logits = model(ids, cache=cache, attention_mask=mask, use_cache=True).logits
-    cache.crop(-ids.shape[1])
-    return logits
 
 
 def overhead_case(setting: Setting, draft_kwargs: dict) -> dict:
