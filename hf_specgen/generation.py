@@ -22,6 +22,7 @@ from transformers.generation import BaseStreamer, GenerateDecoderOnlyOutput, Gen
 
 from .assistant import SpeculationSettings, drafts_its_own_way, make_drafter, reason_for_transformers
 from .assisted_call import AssistedCall
+from .request import Request
 from .stats import DecodingStats
 
 ModelT = TypeVar("ModelT")
@@ -110,13 +111,14 @@ class SpeculationMixin(GenerationMixin):
         if streamer is not None and len(input_ids) > 1:
             raise ValueError(f"`streamer` works with one row at a time, but the batch has {len(input_ids)} rows.")
         drafter = make_drafter(self, assistant_model, generation_config, settings, tokenizer)
-        decoder = call.make_decoder(drafter, settings)
         requests = call.make_requests()
-        peers = None
-        if synced_gpus:
-            peers = lambda is_busy: self._has_unfinished_sequences(not is_busy, True, self.device)  # noqa: E731
+        decoder = call.make_decoder(drafter, settings)
+
+        def has_unfinished_peers(is_busy: bool) -> bool:
+            return self._has_unfinished_sequences(not is_busy, synced_gpus, self.device)
+
         num_streamed = 0
-        for _ in decoder.run(requests, peers):
+        for _ in decoder.run(requests, has_unfinished_peers):
             if streamer is not None:
                 for token_id in requests[0].token_ids[num_streamed:]:
                     streamer.put(torch.tensor([token_id]))
@@ -124,18 +126,24 @@ class SpeculationMixin(GenerationMixin):
         if streamer is not None:
             streamer.end()
         self.speculation_stats = decoder.stats
-        sequences = call.sequences(requests)
-        if not generation_config.return_dict_in_generate:
-            return sequences
-        return SpeculativeDecoderOnlyOutput(
-            sequences=sequences,
-            scores=call.stacked([r.scores for r in requests]) if generation_config.output_scores else None,
-            logits=call.stacked([r.logits for r in requests]) if generation_config.output_logits else None,
-            speculation_stats=decoder.stats,
-        )
+        return _output(call, requests, decoder.stats)
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> tuple:
         return _rebuild, (type(self).__mro__[2],), self.__dict__.copy()
+
+
+def _output(
+    call: AssistedCall, requests: list[Request], stats: DecodingStats
+) -> SpeculativeDecoderOnlyOutput | Tensor:
+    sequences, config = call.sequences(requests), call.config
+    if not config.return_dict_in_generate:
+        return sequences
+    return SpeculativeDecoderOnlyOutput(
+        sequences=sequences,
+        scores=call.stacked([request.scores for request in requests]) if config.output_scores else None,
+        logits=call.stacked([request.logits for request in requests]) if config.output_logits else None,
+        speculation_stats=stats,
+    )
 
 
 _subclasses: dict[type, type] = {}
