@@ -26,6 +26,7 @@ from benchmark_cases import (
     attention_case,
     batching_case,
     overhead_case,
+    processors_case,
     ragged_case,
     speculation_case,
 )
@@ -37,7 +38,7 @@ from transformers import AutoModelForCausalLM, HfArgumentParser, set_seed
 from hf_specgen import __version__
 from hf_specgen.prompts import load_prompts
 
-CASES = ("speculation", "ragged", "batching", "attention", "overhead")
+CASES = ("speculation", "ragged", "batching", "attention", "overhead", "processors")
 
 
 @dataclass
@@ -119,6 +120,8 @@ def run_cases(args: BenchmarkArguments, setting: Setting) -> dict[str, Any]:
         result["attention"] = attention_case(setting)
     if "overhead" in args.cases:
         result["overhead"] = overhead_case(setting, draft_kwargs)
+    if "processors" in args.cases:
+        result["processors_ms"] = processors_case(args.repeats)
     return result
 
 
@@ -201,6 +204,9 @@ def print_tables(report: dict[str, Any]) -> None:
             f"{entry['sdpa_ms']:.1f} ms, grouped {entry['grouped_ms']:.1f} ms ({entry['speedup']:.2f}x, largest "
             f"difference {entry['max_difference']:.1e})"
         )
+    if "processors_ms" in report:
+        times = ", ".join(f"{name} {ms:.2f}" for name, ms in report["processors_ms"].items())
+        console.print(f"penalties over 8 rows x 4,096 tokens x 151,936 ids, ms: {times}")
     if "overhead" in report:
         share = report["overhead"]["processors_verification_bookkeeping_share"]
         console.print(f"processors, verification and bookkeeping at batch 1 with penalties: {share:.1%} of the time")

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from loading import left_padded
 from tqdm import tqdm
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, RepetitionPenaltyLogitsProcessor
 
 from hf_specgen import Decoder, DecodingStats, Request, TokenPenalties, enable_speculation
 from hf_specgen.attention import grouped_attention
@@ -263,6 +263,29 @@ def attention_case(setting: Setting, cached_lengths: tuple[int, ...] = (200, 300
             }
         )
     return results
+
+
+def processors_case(repeats: int, vocab_size: int = 151_936, length: int = 4096, rows: int = 8) -> dict[str, float]:
+    """Milliseconds per step of all three penalties at once, against transformers' repetition penalty alone."""
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(0, vocab_size, (rows, length), generator=generator)
+    block = torch.randint(0, vocab_size, (rows, 4), generator=generator)
+    scores = {positions: torch.randn(rows, positions, vocab_size) for positions in (1, 5)}
+    fused, stock = TokenPenalties(1.3, 0.1, 0.1), RepetitionPenaltyLogitsProcessor(1.3)
+    counts, indices = fused.make_counts(ids), list(range(rows))
+    calls: dict[str, Callable[[], Any]] = {
+        "transformers_repetition": lambda: stock(ids, scores[1][:, 0]),
+        "as_processor": lambda: fused(ids, scores[1][:, 0]),
+        "in_loop_1_position": lambda: fused.apply_(scores[1], counts, indices, block[:, :0]),
+        "in_loop_5_positions": lambda: fused.apply_(scores[5], counts, indices, block),
+    }
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    for _ in range(20 * repeats):
+        for name, call in calls.items():
+            start = time.perf_counter()
+            call()
+            times[name].append(1e3 * (time.perf_counter() - start))
+    return {name: statistics.median(values) for name, values in times.items()}
 
 
 def overhead_case(setting: Setting, draft_kwargs: dict) -> dict:
