@@ -11,11 +11,13 @@ from transformers import (
     GenerationConfig,
     LogitsProcessorList,
     MaxTimeCriteria,
+    PreTrainedConfig,
     PreTrainedModel,
     StoppingCriteriaList,
     SynthIDTextWatermarkLogitsProcessor,
     UnbatchedClassifierFreeGuidanceLogitsProcessor,
 )
+from transformers.cache_utils import get_layer_types_and_kwargs
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
 
 from .assistant import SpeculationSettings, drafts_its_own_way, is_sharded, reason_for_transformers
@@ -129,6 +131,8 @@ class AssistedCall:
         given = {name for name, value in self.model_kwargs.items() if value is not None}
         if extra := given - MODEL_KWARGS:
             return f"the model inputs {sorted(extra)} are not known to the loop"
+        if self._has_holes() and "sliding_attention" in get_layer_types_and_kwargs(self._text_config())[0]:
+            return "the attention mask has zeros inside a row, which sliding windows count"
         if not self._has_default_positions():
             return "`position_ids` are not those that the attention mask implies"
         if isinstance(assistant_model, PreTrainedModel) and not drafts_its_own_way(assistant_model):
@@ -139,6 +143,13 @@ class AssistedCall:
     def _mask(self) -> Tensor:
         mask = self.model_kwargs.get("attention_mask")
         return torch.ones_like(self.input_ids) if mask is None else mask.to(self.input_ids.device)
+
+    def _text_config(self) -> PreTrainedConfig:
+        return self.model.config.get_text_config(decoder=True)
+
+    def _has_holes(self) -> bool:
+        mask = self._mask() != 0
+        return bool((mask[:, :-1] & ~mask[:, 1:]).any())
 
     def _has_default_positions(self) -> bool:
         position_ids = self.model_kwargs.get("position_ids")
@@ -159,6 +170,10 @@ class AssistedCall:
     def _max_new_tokens(self) -> int:
         limits = [c.max_length for c in self.stopping_criteria if type(c) is MaxLengthCriteria]
         budget = min(limits) - self.input_ids.shape[1]
+        if isinstance(budget, int) and budget < 1:
+            raise ValueError(
+                f"The prompt has {self.input_ids.shape[1]} columns, but `max_length` allows {min(limits)}; raise it."
+            )
         if not isinstance(budget, int):
             raise TypeError(f"`max_new_tokens` (or `max_length`) has to be an int, but is {budget!r}.")
         return budget

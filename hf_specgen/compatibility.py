@@ -18,6 +18,8 @@ from .request import Request
 from .rows import forward, padded
 
 SERVED_LAYER_TYPES = {"full_attention", "sliding_attention", "dummy"}
+CHECKED_TOKENS = 24  # longer than the windows of tiny models
+OWN_WINDOW_TYPES = {"gpt_neo", "moshi", "imagegpt", "bark"}
 ROW_BY_ROW_TYPES = {"chunked_attention"}  # attention over all past tokens, which transformers' own loop serves
 
 
@@ -32,6 +34,8 @@ def unsupported_reason(model: PreTrainedModel) -> str | None:
     unknown = set(get_layer_types_and_kwargs(text_config)[0]) - SERVED_LAYER_TYPES
     if unknown:
         return f"`{name}` has layers of kind {sorted(unknown)}"
+    if model.config.model_type in OWN_WINDOW_TYPES:
+        return f"`{name}` cuts its attention windows by the length of the longest row"
     if _has_alibi(model):
         return f"`{name}` builds alibi position biases from a 2-D attention mask"
     if text_config._attn_implementation not in ("eager", "sdpa", GROUPED_ATTENTION):
@@ -44,7 +48,7 @@ def unsupported_reason(model: PreTrainedModel) -> str | None:
 
 def is_served_by_transformers(model: PreTrainedModel) -> bool:
     """Whether transformers' own assisted decoding is right for a model that `unsupported_reason` names."""
-    if model.config.is_encoder_decoder or _has_alibi(model):
+    if model.config.is_encoder_decoder or _has_alibi(model) or model.config.model_type in OWN_WINDOW_TYPES:
         return True
     if model._is_stateful:
         return False
@@ -67,7 +71,8 @@ def learned_positions(model: PreTrainedModel) -> int | None:
     text_config = model.config.get_text_config(decoder=True)
     limit = text_config.to_dict().get("max_position_embeddings") or text_config.to_dict().get("n_positions")
     for name, module in model.named_modules():
-        is_positional = isinstance(module, nn.Embedding) and name.rsplit(".", 1)[-1] in ("wpe", "embed_positions")
+        is_table = isinstance(module, nn.Embedding) or "embed_positions" in dict(module.named_buffers(recurse=False))
+        is_positional = is_table and name.rsplit(".", 1)[-1] in ("wpe", "embed_positions")
         if is_positional and limit is not None:
             return limit
     return None
@@ -138,6 +143,10 @@ def self_check(model: PreTrainedModel) -> None:
         for module in flags:
             module.training = False
         difference = _ragged_difference(model)
+    except (RuntimeError, TypeError, IndexError, KeyError, AttributeError) as error:
+        raise ValueError(
+            f"`{type(model).__name__}` cannot run on ragged rows ({error}). Use it without `enable_speculation`."
+        ) from error
     finally:
         for module, training in flags.items():
             module.training = training
@@ -154,7 +163,9 @@ def self_check(model: PreTrainedModel) -> None:
 def _ragged_difference(model: PreTrainedModel) -> float:
     """The largest difference of logits over their largest value."""
     vocab_size = num_input_ids(model)
-    texts = [[(7 * i + 3) % vocab_size for i in range(6)], [(5 * i + 1) % vocab_size for i in range(3)]]
+    limits = [n for n in (learned_positions(model), _rope_switch(model)) if n is not None]
+    longest = min([CHECKED_TOKENS, *limits])
+    texts = [[(7 * i + 3) % vocab_size for i in range(n)] for n in (longest, max(3, longest // 2))]
     expected = [
         model(input_ids=torch.tensor([text], device=model.device), use_cache=False).logits[0, -1].float()
         for text in texts

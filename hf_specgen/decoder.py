@@ -18,13 +18,14 @@ from transformers.utils import ModelOutput
 from .attention import grouped_attention
 from .compatibility import check_positions, num_input_ids, self_check, unsupported_reason
 from .drafting import Drafter, check_count
+from .outcome import Outcome, Taken, settle
 from .request import Request
 from .rows import Rows, forward, forward_last, padded
-from .scoring import name_masking_processor, score
-from .stats import DecodingStats, RoundTrace
-from .stopping import cut
+from .scoring import score
+from .stats import DecodingStats
 from .verification import Candidates, Verification, verify
 
+CANDIDATE_COLUMNS = 64  # behind a fixed capacity: where the padding of rows with few candidates goes
 RoundHook = Callable[[Rows, Candidates, Verification], None]
 
 
@@ -84,7 +85,9 @@ class Decoder:
                 raise ValueError(f"The decoding loop cannot serve this model: {reason}.")
             self_check(used)
         draft_cache = None if drafter is None else drafter.make_cache(max_batch_size)
-        self.rows = Rows(model, max_batch_size, capacity, draft_cache)
+        self._capacity = capacity
+        num_columns = None if capacity is None else capacity + CANDIDATE_COLUMNS
+        self.rows = Rows(model, max_batch_size, num_columns, draft_cache)
         self._waiting: deque[Request] = deque()
         self._newcomers: list[int] = []
         self._numbers = count()
@@ -102,6 +105,8 @@ class Decoder:
                 the vocabulary, or was queued before.
         """
         vocab_size = num_input_ids(self.model)
+        if len({id(request) for request in requests}) < len(requests):
+            raise ValueError("A `Request` is given twice in one call.")
         for request in requests:
             if not isinstance(request, Request):
                 raise TypeError(f"The decoder takes a `Request`, but got a {type(request).__name__!r}.")
@@ -120,7 +125,7 @@ class Decoder:
         self._waiting.extend(requests)
 
     def _check_capacity(self, request: Request) -> None:
-        capacity, needed = self.rows.cache.capacity, len(request.prompt_ids) + request.max_new_tokens
+        capacity, needed = self._capacity, len(request.prompt_ids) + request.max_new_tokens
         if capacity is not None and needed > capacity:
             raise ValueError(
                 f"Prompt and budget come to {needed} tokens, but the cache has a `capacity` of {capacity} columns."
@@ -163,14 +168,29 @@ class Decoder:
     @torch.no_grad()
     def step(self) -> list[Request]:
         """Runs one round: the prefill of newcomers if there are any, else a round of all rows."""
+        if not self.has_unfinished:
+            return []
         start = time.perf_counter()
         measured = sum(self.stats.seconds.values())
         while self._waiting and None in self.rows.requests:
             self._newcomers.append(self.rows.join(self._waiting.popleft()))
-        progressed = self._prefill() if self._newcomers else self._round()
+        try:
+            progressed = self._prefill() if self._newcomers else self._round()
+        except BaseException:
+            self._recover()
+            raise
         inside = sum(self.stats.seconds.values()) - measured
         self.stats.seconds["other"] += time.perf_counter() - start - inside
         return progressed
+
+    def _recover(self) -> None:
+        """After a round that did not end: nothing of it counts, and what was not prefilled is so next."""
+        self._newcomers = []
+        for seat, request in enumerate(self.rows.requests):
+            if request is not None:
+                self.rows.roll_back(seat)
+                if int(self.rows.cache.lengths[seat]) < request.num_committed - 1:
+                    self._newcomers.append(seat)
 
     def _prefill(self) -> list[Request]:
         """A round in which nothing is drafted, over the first run of neighbouring newcomers."""
@@ -236,7 +256,7 @@ class Decoder:
                     candidates.token_ids,
                     verification.next_token_ids[:, None],
                     verification.num_accepted[:, None],
-                    verification.is_possible[:, None],
+                    verification.num_possible[:, None],
                 ],
                 dim=1,
             ).tolist()  # the round's one wait for the device
@@ -245,11 +265,17 @@ class Decoder:
                 self.drafter.observe(self.rows, candidates, outputs)
         if self.on_round is not None:
             self.on_round(self.rows, candidates, verification)
+        outcomes = []
         for row, request in self.rows.live():
-            if not table[row][-1] and request.error is None:
-                self._refuse_impossible(row, request, candidates, outputs.logits)
-        self._keep_scores(table, scores, outputs.logits)
-        return self._commit(candidates, table, is_prefill)
+            *proposed, next_token_id, num_accepted, num_possible = table[row]
+            proposed = proposed[: int(candidates.lengths[row])]
+            outcomes.append(Outcome(row, request, proposed, num_accepted, next_token_id, num_possible))
+        for outcome in outcomes:
+            outcome.keep_scores(scores, outputs.logits)
+        taken = settle(self.rows, outcomes, candidates.token_ids, outputs.logits)
+        for outcome, part in zip(outcomes, taken):
+            self._commit(outcome, part, is_prefill)
+        return [outcome.request for outcome in outcomes]
 
     def _verify(self, candidates: Candidates, scores: Tensor) -> Verification:
         do_sample = [request is not None and request.rules.do_sample for request in self.rows.spanned]
@@ -262,50 +288,19 @@ class Decoder:
         noise[:, k] = drawn.gather(1, candidates.lengths[:, None])[:, 0]
         return verify(candidates, scores, do_sample, noise.to(scores.device))
 
-    def _refuse_impossible(self, row: int, request: Request, candidates: Candidates, logits: Tensor) -> None:
-        culprit = name_masking_processor(self.rows, logits, candidates.token_ids, candidates.lengths, row)
-        error = ValueError(
-            f"No token is left to choose after {request.num_committed} tokens of row {request.batch_row}: {culprit} "
-            "masked all that remained, or the scores are not numbers."
-        )
-        if not request.is_alone:
-            raise error
-        request.error = error
-
-    def _keep_scores(self, table: list[list[int]], scores: Tensor, logits: Tensor) -> None:
-        for row, request in self.rows.live():
-            num_emitted = min(table[row][-2] + 1, request.num_remaining)
-            if request.keep_scores:
-                request.scores.extend(scores[row, :num_emitted].unbind())
-            if request.keep_logits:
-                request.logits.extend(logits[row, :num_emitted].float().unbind())
-
-    def _commit(self, candidates: Candidates, table: list[list[int]], is_prefill: bool) -> list[Request]:
-        live = self.rows.live()
-        tokens = [table[row][: table[row][-2]] + [table[row][-3]] for row, _ in live]
-        cuts = cut([request for _, request in live], tokens)
-        for (row, request), new_ids, (num_taken, finish_reason) in zip(live, tokens, cuts):
-            seat = self.rows.span.start + row
-            if request.error is not None:
-                num_taken, finish_reason = 0, "error"
-            self.rows.commit(seat, new_ids[:num_taken])
-            request.finish_reason = finish_reason
-            del request.scores[len(request.token_ids) :], request.logits[len(request.token_ids) :]
-            self._record(request, candidates.lengths[row], table[row], num_taken, is_prefill)
-            if finish_reason is not None:
-                self.rows.leave(seat)
-        return [request for _, request in live]
-
-    def _record(self, request: Request, length: Tensor, entry: list[int], num_taken: int, is_prefill: bool) -> None:
+    def _commit(self, outcome: Outcome, taken: Taken, is_prefill: bool) -> None:
+        request, seat = outcome.request, self.rows.span.start + outcome.row
+        self.rows.commit(seat, outcome.decided[: taken.num_tokens])
+        request.finish_reason = taken.finish_reason
+        del request.scores[len(request.token_ids) :], request.logits[len(request.token_ids) :]
         if is_prefill:
-            self.stats.tokens += num_taken
-            return
-        num_proposed, num_accepted = int(length), entry[-2]
-        self.stats.record_round(num_proposed, num_accepted, num_taken)
-        if self.trace:
-            next_token_id = entry[-3] if num_taken > num_accepted else None
-            kept = min(num_accepted, num_taken)
-            self.stats.traces.append(RoundTrace(request.number, tuple(entry[:num_proposed]), kept, next_token_id))
+            self.stats.tokens += taken.num_tokens
+        else:
+            self.stats.record_round(len(outcome.proposed), outcome.num_accepted, taken.num_tokens)
+            if self.trace:
+                self.stats.traces.append(outcome.trace(taken.num_tokens))
+        if taken.finish_reason is not None:
+            self.rows.leave(seat)
 
     def _dummy_pass(self) -> None:
         """What a rank without work runs so that the others' collectives complete; changes nothing."""

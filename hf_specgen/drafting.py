@@ -152,6 +152,9 @@ class CausalLMDrafter(Drafter):
         logits = self._feed_pending(rows)
         for step in range(k):
             scores = score(rows, logits, candidate_ids, lengths, first=step)[:, 0]
+            is_open[list(rows.failures)] = False  # whether it matters is for the verification to find out
+            if not bool(is_open.any()):
+                break
             lengths += is_open
             token_ids = scores.argmax(dim=-1)
             if is_sampling or self.confidence_threshold > 0:

@@ -42,9 +42,12 @@ class SpeculativeDecoderOnlyOutput(GenerateDecoderOnlyOutput):
 class SpeculationMixin(GenerationMixin):
     """The three methods of `GenerationMixin` that speculation overrides."""
 
+    speculation_stats: DecodingStats | None = None
+
     def _prepare_generation_config(
         self, generation_config: GenerationConfig | None, **kwargs: Any
     ) -> tuple[GenerationConfig, dict]:
+        self.__dict__.pop("speculation_stats", None)
         settings = SpeculationSettings.of_call(kwargs, generation_config, self.generation_config)
         prepared, model_kwargs = super()._prepare_generation_config(generation_config, **kwargs)
         prepared._speculation = settings
@@ -94,7 +97,6 @@ class SpeculationMixin(GenerationMixin):
         call = AssistedCall(self, input_ids, generation_config, logits_processor, stopping_criteria, model_kwargs)
         if call.is_handed_over(assistant_model, assistant_tokenizer, synced_gpus, settings):
             del generation_config._speculation  # transformers copies the configuration for its drafters
-            self.speculation_stats = None
             return super()._assisted_decoding(
                 input_ids,
                 logits_processor,
@@ -129,7 +131,10 @@ class SpeculationMixin(GenerationMixin):
         return _output(call, requests, decoder.stats)
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> tuple:
-        return _rebuild, (type(self).__mro__[2],), self.__dict__.copy()
+        base = type(self).__mro__[2]
+        if _subclasses.get(base) is not type(self):  # another library has made a class of ours
+            return super().__reduce_ex__(protocol)
+        return _rebuild, (base,), self.__dict__.copy()
 
 
 def _output(
@@ -169,7 +174,8 @@ def enable_speculation(model: ModelT) -> ModelT:
     without a drafter is untouched. Calling this twice is calling it once.
 
     With a drafter `generate` also takes `on_round` (called after every verification with rows, candidates and
-    verification) and `trace=True`, and leaves its counts in `model.speculation_stats`. Instead of a model,
+    verification) and `trace=True`, and leaves its counts in `model.speculation_stats`, which is None after any other
+    call and where transformers' own loop served. Instead of a model,
     `assistant_model` may be a [`Drafter`].
 
     Args:

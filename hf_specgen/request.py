@@ -3,7 +3,7 @@
 Knows nothing of models, caches or drafting.
 """
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,7 +14,8 @@ from transformers import LogitsProcessorList, StoppingCriteriaList
 from .token_counts import TokenCounts
 from .token_penalties import TokenPenalties
 
-MAX_SEED = 2**63 - 1
+MAX_SEED = 2**32 - 1  # of torch's CPU generator
+GROWTH = 128  # columns
 
 
 @dataclass(frozen=True)
@@ -41,6 +42,18 @@ class DecodingRules:
     do_sample: bool = False
     pad_token_id: int = 0
 
+    def __post_init__(self) -> None:
+        for name in ("logits_processor", "stopping_criteria"):
+            entries = getattr(self, name)
+            if not isinstance(entries, list) or not all(callable(entry) for entry in entries):
+                raise TypeError(f"`{name}` has to be a list of callables, but is {entries!r}.")
+        if not isinstance(self.eos_token_ids, Set) or not all(type(i) is int for i in self.eos_token_ids):
+            raise TypeError(f"`eos_token_ids` has to be a set of ints, but is {self.eos_token_ids!r}.")
+        if not isinstance(self.do_sample, bool):
+            raise TypeError(f"`do_sample` has to be a bool, but is {self.do_sample!r}.")
+        if type(self.pad_token_id) is not int:
+            raise TypeError(f"`pad_token_id` has to be an int, but is {self.pad_token_id!r}.")
+
 
 class PaddedBatch:
     """
@@ -59,11 +72,11 @@ class PaddedBatch:
 
     def __init__(self, prompt_ids: Tensor, max_new_tokens: int, rules: DecodingRules):
         rows, self.prompt_length = prompt_ids.shape
+        self.max_length = self.prompt_length + max_new_tokens
         self.rules = rules
         self._is_read = bool(rules.logits_processor or rules.stopping_criteria)
         self._is_started = False
-        self.token_ids = prompt_ids.new_full((rows, self.prompt_length + max_new_tokens), rules.pad_token_id)
-        self.token_ids[:, : self.prompt_length] = prompt_ids
+        self.token_ids = prompt_ids  # grows with what is generated, since budgets are often left to eos
         self._counts: dict[int, TokenCounts] = {}
 
     def start(self, device: torch.device) -> None:
@@ -87,14 +100,22 @@ class PaddedBatch:
         if not self._is_read:
             return
         start = self.prompt_length + num_committed
-        end = min(start + len(token_ids), self.token_ids.shape[1])
+        end = min(start + len(token_ids), self.max_length)
+        self._grow(end)
         self.token_ids[row, start:end] = token_ids[: end - start]
+
+    def _grow(self, width: int) -> None:
+        missing = width - self.token_ids.shape[1]
+        if missing > 0:
+            padding = self.token_ids.new_full((len(self.token_ids), missing + GROWTH), self.rules.pad_token_id)
+            self.token_ids = torch.cat([self.token_ids, padding], dim=1)
 
     def commit(self, row: int, num_committed: int, token_ids: list[int]) -> None:
         """Writes and counts generated tokens of a row; what was drafted behind them becomes padding again."""
         if not self._is_read:
             return
         start = self.prompt_length + num_committed
+        self._grow(start + len(token_ids))
         self.token_ids[row, start:] = self.rules.pad_token_id
         self.token_ids[row, start : start + len(token_ids)] = torch.tensor(token_ids, device=self.token_ids.device)
         for counts in self._counts.values():
@@ -164,6 +185,10 @@ class Request:
             raise TypeError(f"`seed` has to be an int, but is {self.seed!r}.")
         if self.seed is not None and not 0 <= self.seed <= MAX_SEED:
             raise ValueError(f"`seed` has to be between 0 and {MAX_SEED}, but is {self.seed}.")
+        if not isinstance(self.rules, DecodingRules):
+            raise TypeError(f"`rules` has to be `DecodingRules`, but is {self.rules!r}.")
+        if self.batch is None and self.batch_row != 0:
+            raise ValueError(f"`batch_row` is {self.batch_row}, but a request without `batch` stands in row 0.")
         self.is_alone = self.batch is None  # a failing processor then concerns this request only
         if self.is_alone:
             self.batch = PaddedBatch(torch.tensor([self.prompt_ids]), self.max_new_tokens, self.rules)

@@ -4,6 +4,7 @@ Between rounds every cache holds all committed tokens of its row but the last on
 lag behind. Knows no processors, no verification and no drafting.
 """
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -66,6 +67,14 @@ def forward_last(
     return outputs
 
 
+@dataclass(frozen=True)
+class Failure:
+    """A processor raised `error` when it judged what follows the first `position` candidates of a row."""
+
+    position: int
+    error: Exception
+
+
 class Rows:
     """
     Seats for requests that are decoded side by side, with the target's cache and the drafter's.
@@ -83,6 +92,7 @@ class Rows:
     Attributes:
         requests (`list[Request | None]`): who sits where.
         device (`torch.device`): where the target takes its inputs.
+        failures (`dict[int, Failure]`): by row of the span, the first position that could not be scored.
         span (`slice`): the consecutive seats that take part in the current round. All row tensors of a round (what a
             drafter gets and returns, scores, verification) have one row per seat of the span, empty seats included.
     """
@@ -100,6 +110,7 @@ class Rows:
         self.requests: list[Request | None] = [None] * num_rows
         self.span = slice(0, num_rows)
         self.device = model.device
+        self.failures: dict[int, Failure] = {}
 
     @property
     def num_spanned(self) -> int:
@@ -133,6 +144,12 @@ class Rows:
         request = self.requests[seat]
         assert request is not None, "an empty seat has nothing to commit"
         request.commit(token_ids)
+        self.roll_back(seat)
+
+    def roll_back(self, seat: int) -> None:
+        """Brings the caches of a seat back to what is committed, after a round that did not end."""
+        request = self.requests[seat]
+        assert request is not None, "an empty seat has nothing to roll back"
         for cache in self._caches():
             cache.truncate(seat, request.num_committed - 1)
 

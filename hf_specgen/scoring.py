@@ -5,6 +5,8 @@ our penalties add the uncommitted candidates to their sparse counts; any other i
 once per distinct number of generated tokens, and each row uses the call at its own length.
 """
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 from transformers import LogitsProcessor
@@ -12,8 +14,9 @@ from transformers.generation import logits_process as hf
 
 from .logits_process import LogitBias, TokenPenalties, UndecodableMask
 from .request import PaddedBatch, Request
-from .rows import Rows
+from .rows import Failure, Rows
 
+Judge = Callable[..., None]
 IGNORES_IDS = {
     LogitBias,
     UndecodableMask,
@@ -48,8 +51,10 @@ def score(rows: Rows, logits: Tensor, candidate_ids: Tensor, lengths: Tensor, fi
             The number of candidates before position 0.
 
     Returns:
-        `torch.FloatTensor` of shape `(rows, positions, vocab)`, in fp32.
+        `torch.FloatTensor` of shape `(rows, positions, vocab)`, in fp32. What a processor raised stands in
+        `rows.failures`: plain decoding may never reach the position at which it did.
     """
+    rows.failures = {}
     groups = _groups(rows)
     if not groups:
         return logits.to(rows.device, torch.float32)
@@ -59,13 +64,9 @@ def score(rows: Rows, logits: Tensor, candidate_ids: Tensor, lengths: Tensor, fi
         index = [row for row, _ in members]
         block = scores if len(index) == scores.shape[0] else scores[index]
         judged = _Block(batch, members, candidate_ids[index], lengths[index].tolist(), first)
-        try:
-            for processor in batch.rules.logits_processor:
-                block = judged.process(processor, block)
-        except Exception as error:
-            if not members[0][1].is_alone:
-                raise
-            members[0][1].error = error
+        for processor in batch.rules.logits_processor:
+            block = judged.process(processor, block)
+        rows.failures |= {index[member]: failure for member, failure in judged.failures.items()}
         if len(index) == scores.shape[0]:
             scores = block
         else:
@@ -73,14 +74,14 @@ def score(rows: Rows, logits: Tensor, candidate_ids: Tensor, lengths: Tensor, fi
     return scores
 
 
-def name_masking_processor(rows: Rows, logits: Tensor, candidate_ids: Tensor, lengths: Tensor, row: int) -> str:
-    """The first processor that leaves row `row` without a token of finite score at some position that counts."""
-    ((batch, member),) = [(r.batch, (i, r)) for i, r in rows.live() if i == row]
-    block = logits[[row], : int(lengths[row]) + 1].to(dtype=torch.float32, copy=True)
+def name_masking_processor(rows: Rows, logits: Tensor, candidate_ids: Tensor, row: int, position: int) -> str:
+    """The first processor that leaves `position` of row `row` without a token of finite score."""
+    (request,) = [other for index, other in rows.live() if index == row]
+    block = logits[[row], position : position + 1].to(rows.device, torch.float32, copy=True)
     if not _all_possible(block):
         return "the model's own logits"
-    judged = _Block(batch, [member], candidate_ids[[row]], [int(lengths[row])], 0)
-    for processor in batch.rules.logits_processor:
+    judged = _Block(request.batch, [(row, request)], candidate_ids[[row]], [position], first=position)
+    for processor in request.rules.logits_processor:
         block = judged.process(processor, block)
         if not _all_possible(block):
             return f"`{type(processor).__name__}`"
@@ -124,6 +125,7 @@ class _Block:
         self.lengths = lengths
         self.batch_rows = [request.batch_row for _, request in members]
         self.num_generated = [len(request.token_ids) for _, request in members]
+        self.failures: dict[int, Failure] = {}
 
     def process(self, processor: LogitsProcessor, block: Tensor) -> Tensor:
         """Applies one processor to `block` of shape `(members, positions, vocab)`, possibly in place."""
@@ -135,68 +137,78 @@ class _Block:
             counts = self.batch.counts(processor)
             processor.apply_(block, counts, self.batch_rows, self.candidate_ids, self.first)
             return block
+        judge = self._judge
         if type(processor) is hf.PrefixConstrainedLogitsProcessor:
-            return self._process_prefixes(processor, block)
-        return self._process_by_length(processor, block)
-
-    def _process_prefixes(self, processor: hf.PrefixConstrainedLogitsProcessor, block: Tensor) -> Tensor:
-        """The caller's function judges one row at a time, and only prefixes that plain decoding can reach."""
-        scores = torch.full_like(block, -torch.inf)
-        for member, (row, generated) in enumerate(zip(self.batch_rows, self.num_generated)):
-            for position in range(min(block.shape[1], self.lengths[member] - self.first + 1)):
-                if self._is_unreachable(scores, member, position):
-                    break
-                ids = self.batch.token_ids[row, : self.batch.prompt_length + generated + self.first + position]
-                allowed_ids = processor._prefix_allowed_tokens_fn(row // processor._num_beams, ids)
-                if len(allowed_ids) == 0:
-                    raise ValueError(f"`prefix_allowed_tokens_fn` allows no token after {ids.tolist()} in row {row}.")
-                allowed = torch.full_like(block[member, position], -torch.inf)
-                allowed[allowed_ids] = 0.0
-                judged = block[member, position] + allowed
-                # As in transformers, the constraint holds even where others have forbidden all that it allows.
-                scores[member, position] = torch.where(judged.amax() == -torch.inf, allowed, judged)
-        return scores
-
-    def _process_by_length(self, processor: LogitsProcessor, block: Tensor) -> Tensor:
-        """Calls the processor once per distinct number of generated tokens, as plain `generate` would."""
-        wanted: dict[int, list[int]] = {}
-        for member, (generated, length) in enumerate(zip(self.num_generated, self.lengths)):
-            last = min(block.shape[1] - 1, length - self.first)
-            for position in range(last + 1):
-                wanted.setdefault(generated + self.first + position, []).append(member)
-        for count in sorted(wanted):
-            members = wanted[count]
-            positions = [count - self.first - self.num_generated[member] for member in members]
-            batch_rows = [self.batch_rows[member] for member in members]
-            scores = block.new_zeros(self.batch.token_ids.shape[0], block.shape[-1])
-            scores[batch_rows] = block[members, positions]
-            ids = self.batch.token_ids[:, : self.batch.prompt_length + count]
-            try:
-                block[members, positions] = processor(ids, scores)[batch_rows]
-            except Exception:
-                self._process_reachable(processor, block, count, members)
+            judge = self._judge_prefixes
+        for count, members in self._members_by_length(block.shape[1]):
+            members = [member for member in members if member not in self.failures]
+            if members:
+                self._judge_together(judge, processor, block, count, members)
         return block
 
-    def _process_reachable(self, processor: LogitsProcessor, block: Tensor, count: int, members: list[int]) -> None:
-        """
-        A processor may refuse a prefix that plain decoding never reaches: one with a candidate that the processors
-        have ruled out. Such rows are masked from this position on, the others are judged one by one.
-        """
-        for member in members:
-            position = count - self.first - self.num_generated[member]
-            if self._is_unreachable(block, member, position):
-                block[member, position] = 0.0
-                continue
-            row = self.batch_rows[member]
-            scores = block.new_zeros(self.batch.token_ids.shape[0], block.shape[-1])
-            scores[row] = block[member, position]
-            ids = self.batch.token_ids[:, : self.batch.prompt_length + count].clone()
-            for other in range(len(ids)):
-                if other != row:
-                    ids[other, self.batch.prompt_length :] = self.batch.rules.pad_token_id
-            block[member, position] = processor(ids, scores)[row]
+    def _members_by_length(self, num_positions: int) -> list[tuple[int, list[int]]]:
+        """In growing order, the numbers of generated tokens at which rows are judged, and these rows."""
+        wanted: dict[int, list[int]] = {}
+        for member, (generated, length) in enumerate(zip(self.num_generated, self.lengths)):
+            for position in range(min(num_positions, length - self.first + 1)):
+                wanted.setdefault(generated + self.first + position, []).append(member)
+        return sorted(wanted.items())
 
-    def _is_unreachable(self, block: Tensor, member: int, position: int) -> bool:
-        judged = self.candidate_ids[member, self.first : self.first + position]
-        earlier = block[member, :position].gather(1, judged[:, None])
-        return bool((earlier == -torch.inf).any())
+    def _judge_together(
+        self, judge: Judge, processor: LogitsProcessor, block: Tensor, count: int, members: list[int]
+    ) -> None:
+        """Judges rows in one call; if that fails, one by one, to find out whose failure it is."""
+        ids = self.batch.token_ids[:, : self.batch.prompt_length + count]
+        try:
+            judge(processor, block, ids, count, members)
+        except Exception as error:
+            for member in members:
+                # With no filled row among them, this very call is the one that plain decoding would make.
+                cause = (
+                    error
+                    if len(members) == len(self.batch_rows)
+                    else self._own_failure(judge, processor, block, count, member)
+                )
+                if cause is not None:
+                    self.failures[member] = Failure(count - self.num_generated[member], cause)
+
+    def _own_failure(
+        self, judge: Judge, processor: LogitsProcessor, block: Tensor, count: int, member: int
+    ) -> Exception | None:
+        """What the processor raises for one row, with the others as if they had ended long ago."""
+        ids = self.batch.token_ids[:, : self.batch.prompt_length + count].clone()
+        others = [row for row in range(len(ids)) if row != self.batch_rows[member]]
+        ids[others, self.batch.prompt_length :] = self.batch.rules.pad_token_id
+        try:
+            judge(processor, block, ids, count, [member])
+        except Exception as error:
+            return error
+        return None
+
+    def _judge(self, processor: LogitsProcessor, block: Tensor, ids: Tensor, count: int, members: list[int]) -> None:
+        """One call on the whole padded batch, as plain `generate` makes it; rows that are not judged hold zeros."""
+        positions = [count - self.first - self.num_generated[member] for member in members]
+        batch_rows = [self.batch_rows[member] for member in members]
+        scores = block.new_zeros(len(ids), block.shape[-1])
+        scores[batch_rows] = block[members, positions]
+        block[members, positions] = processor(ids, scores)[batch_rows].to(block.dtype)
+
+    def _judge_prefixes(
+        self,
+        processor: hf.PrefixConstrainedLogitsProcessor,
+        block: Tensor,
+        ids: Tensor,
+        count: int,
+        members: list[int],
+    ) -> None:
+        """The caller's function judges one row at a time, so that no row needs filling."""
+        for member in members:
+            row, position = self.batch_rows[member], count - self.first - self.num_generated[member]
+            allowed_ids = processor._prefix_allowed_tokens_fn(row // processor._num_beams, ids[row])
+            if len(allowed_ids) == 0:
+                raise ValueError(f"`prefix_allowed_tokens_fn` allows no token after {ids[row].tolist()} in row {row}.")
+            allowed = torch.full_like(block[member, position], -torch.inf)
+            allowed[allowed_ids] = 0.0
+            judged = block[member, position] + allowed
+            # As in transformers, the constraint holds even where others have forbidden all that it allows.
+            block[member, position] = torch.where(judged.amax() == -torch.inf, allowed, judged)

@@ -58,24 +58,27 @@ def _first_stops(requests: list[Request], token_lists: list[list[int]]) -> list[
         token_ids = torch.tensor(tokens, device=batch.token_ids.device)
         batch.draft(request.batch_row, len(request.token_ids), token_ids)
     stops: list[tuple[int, str] | None] = [None] * len(requests)
+    others = []
     for criterion in batch.rules.stopping_criteria:
-        found = _judge(criterion, batch, requests, token_lists)
-        for index, stop in enumerate(found):
-            earlier = stops[index]
-            if stop is not None and (earlier is None or stop[0] < earlier[0]):
-                stops[index] = stop
-    return stops
+        if type(criterion) is MaxTimeCriteria:  # a fact about now, not about a token
+            is_late = bool(criterion(batch.token_ids[:1, :1], None).any())
+            found = [(len(tokens), "time") if is_late else None for tokens in token_lists]
+        elif type(criterion) is StopStringCriteria:
+            found = _judge_stop_strings(criterion, requests, token_lists)
+        else:
+            others.append(criterion)
+            continue
+        stops = [_earlier(stop, other) for stop, other in zip(stops, found)]
+    # No criterion is asked about what comes behind another's stop.
+    token_lists = [tokens if stop is None else tokens[: stop[0]] for tokens, stop in zip(token_lists, stops)]
+    found = _judge_by_length(others, batch, requests, token_lists)
+    return [_earlier(stop, other) for stop, other in zip(stops, found)]
 
 
-def _judge(
-    criterion: StoppingCriteria, batch: PaddedBatch, requests: list[Request], token_lists: list[list[int]]
-) -> list[tuple[int, str] | None]:
-    if type(criterion) is MaxTimeCriteria:  # a fact about now, not about a token
-        is_late = bool(criterion(batch.token_ids[:1, :1], None).any())
-        return [(len(tokens), "time") if is_late else None for tokens in token_lists]
-    if type(criterion) is StopStringCriteria:
-        return _judge_stop_strings(criterion, requests, token_lists)
-    return _judge_by_length(criterion, batch, requests, token_lists)
+def _earlier(stop: tuple[int, str] | None, other: tuple[int, str] | None) -> tuple[int, str] | None:
+    if stop is None or other is None:
+        return other if stop is None else stop
+    return other if other[0] < stop[0] else stop
 
 
 def _judge_stop_strings(
@@ -105,13 +108,13 @@ def _last(row: Tensor, width: int) -> Tensor:
 
 
 def _judge_by_length(
-    criterion: StoppingCriteria, batch: PaddedBatch, requests: list[Request], token_lists: list[list[int]]
+    criteria: list[StoppingCriteria], batch: PaddedBatch, requests: list[Request], token_lists: list[list[int]]
 ) -> list[tuple[int, str] | None]:
-    """One call on the whole padded batch per distinct number of generated tokens, in growing order."""
+    """One call of each on the whole padded batch per distinct number of generated tokens, in growing order."""
     stops: list[tuple[int, str] | None] = [None] * len(requests)
     starts = [len(request.token_ids) for request in requests]
     lengths = {start + n for start, tokens in zip(starts, token_lists) for n in range(1, len(tokens) + 1)}
-    for length in sorted(lengths):
+    for length in sorted(lengths) if criteria else []:
         judged = [
             index
             for index, (start, tokens) in enumerate(zip(starts, token_lists))
@@ -119,8 +122,12 @@ def _judge_by_length(
         ]
         if not judged:
             continue
-        is_done = criterion(batch.token_ids[:, : batch.prompt_length + length], None)
-        for index in judged:
-            if bool(is_done if isinstance(is_done, bool) else is_done[requests[index].batch_row]):
-                stops[index] = (length - starts[index], "criteria")
+        ids = batch.token_ids[:, : batch.prompt_length + length]
+        is_lone = len(ids) == 1 and requests[0].keep_scores
+        scores = tuple(score[None] for score in requests[0].scores[:length]) if is_lone else None
+        for criterion in criteria:
+            is_done = torch.as_tensor(criterion(ids, scores)).expand(len(ids)).tolist()
+            for index in judged:
+                if is_done[requests[index].batch_row]:
+                    stops[index] = (length - starts[index], "criteria")
     return stops

@@ -126,17 +126,22 @@ class TokenPenalties(LogitsProcessor):
 
     def make_counts(self, prompt_ids: Tensor) -> TokenCounts:
         """
-        The counts that `apply_` needs, to be kept up with `TokenCounts.add`. `scope="generated"` starts from nothing.
+        The counts that `apply_` needs, to be kept up with `TokenCounts.add`. `scope="generated"` starts from nothing,
+        or from what stands behind `prompt_length`.
 
         Args:
             prompt_ids (`torch.LongTensor` of shape `(rows, columns)`): The prompts with their left padding.
         """
-        return TokenCounts(
+        counts = TokenCounts(
             prompt_ids,
             count_prompt=self.scope == "all",
             pad_token_id=self.pad_token_id,
             exempt_ids=self.exempt_ids,
         )
+        if self.scope == "generated" and self.prompt_length is not None:
+            for row, token_ids in enumerate(prompt_ids[:, self.prompt_length :].tolist()):
+                counts.add(row, token_ids)
+        return counts
 
     def apply_(
         self, scores: Tensor, counts: TokenCounts, rows: Sequence[int], candidate_ids: Tensor, first: int = 0

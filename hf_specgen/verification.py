@@ -45,13 +45,13 @@ class Verification:
             How many candidates each row keeps.
         next_token_ids (`torch.LongTensor` of shape `(rows,)`):
             The token after the kept ones: the correction of the first refused candidate, or the bonus token.
-        is_possible (`torch.BoolTensor` of shape `(rows,)`):
-            False where a judged position had no token of finite score left.
+        num_possible (`torch.LongTensor` of shape `(rows,)`):
+            How many positions come before the first one at which no token of finite score is left.
     """
 
     num_accepted: Tensor
     next_token_ids: Tensor
-    is_possible: Tensor
+    num_possible: Tensor
 
 
 def verify(
@@ -79,10 +79,11 @@ def verify(
     device = scores.device
     if k == 0 and not any(do_sample):  # a plain greedy step
         best_scores, best_ids = scores[:, 0].max(dim=-1)
-        return Verification(torch.zeros_like(best_ids), best_ids, best_scores > -torch.inf)
+        return Verification(torch.zeros_like(best_ids), best_ids, (best_scores > -torch.inf).long())
     lengths = candidates.lengths.to(device, non_blocking=True)
     if noise is None:
-        assert not any(do_sample), "sampling rows need noise"
+        if any(do_sample):
+            raise ValueError("`noise` is None, but some rows sample; give uniform numbers of shape (rows, k + 1).")
         noise = scores.new_zeros(rows, k + 1)
     is_drafted = torch.arange(k, device=device) < lengths[:, None]
     best_scores, best_ids = scores.max(dim=-1)
@@ -99,9 +100,8 @@ def verify(
         is_refused = num_accepted < lengths
         sampled_ids = sample(_next_law(candidates, probs, num_accepted, is_refused), noise[:, -1])
         next_ids = torch.where(is_sampling, sampled_ids, next_ids)
-    is_judged = torch.arange(k + 1, device=device) <= num_accepted[:, None]
-    is_possible = ((best_scores > -torch.inf) | ~is_judged).all(dim=-1)
-    return Verification(num_accepted, next_ids, is_possible)
+    num_possible = (best_scores > -torch.inf).long().cumprod(dim=-1).sum(dim=-1)
+    return Verification(num_accepted, next_ids, num_possible)
 
 
 def _accept(candidates: Candidates, probs: Tensor, noise: Tensor) -> Tensor:

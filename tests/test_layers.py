@@ -23,6 +23,7 @@ LAYERS = (
     {"request"},
     {"rows", "stopping"},
     {"scoring", "compatibility", "drafting"},
+    {"outcome"},
     {"decoder"},
     {"assistant", "assisted_call", "generation"},
 )
