@@ -33,7 +33,7 @@ class Outcome:
         return [*self.proposed[: self.num_accepted], self.next_token_id]
 
     def keep_scores(self, scores: Tensor, logits: Tensor) -> None:
-        """Copies those of the decided tokens to the request, if it asks for them; both of shape (rows, k + 1, vocab)."""
+        """Copies those of the decided tokens to the request if it asks for them; shapes (rows, k + 1, vocab)."""
         count = len(self.decided)
         if self.request.keep_scores:
             self.request.scores.extend(scores[self.row, :count].clone().unbind())
