@@ -3,14 +3,17 @@ Speculative against plain and stock assisted generation, all measured in one run
 
     python scripts/benchmark.py --categories code_editing --num_lookup_tokens 8 --batch_sizes 1 4 --tune_linears
     python scripts/benchmark.py --model small --prompt_limit 24 --draft_noise 0.3 --cases speculation ragged batching
+    torchrun --nproc-per-node 2 scripts/benchmark.py --model small --draft_noise 0.3
     accelerate launch --num_processes 2 scripts/benchmark.py --model my/target --draft_model my/draft \
         --prompts openai/gsm8k:question --prompt_limit 64 --do_sample --temperature 0.7
 
-Prints a table, and as the last line of stdout one JSON object, which `--output` also writes to a file. Under
-`accelerate launch` the prompts are split over the processes; tokens per second are those of all processes together.
+`torchrun` starts processes on a CPU, either command does on GPUs. They share the prompts, and tokens per second are
+those of all together; attention, overhead and processors are measured on the main process while the others wait.
+Prints a table, and as the last line of stdout one JSON object, which `--output` also writes to a file.
 """
 
 import json
+import os
 import platform
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -35,10 +38,11 @@ from rich.console import Console
 from rich.table import Table
 from transformers import AutoModelForCausalLM, HfArgumentParser, set_seed
 
-from hf_specgen import __version__
+from hf_specgen import DecodingStats, __version__
 from hf_specgen.prompts import load_prompts
 
 CASES = ("speculation", "ragged", "batching", "attention", "overhead", "processors")
+DEFAULT_NUM_ASSISTANT_TOKENS = 5
 
 
 @dataclass
@@ -49,7 +53,9 @@ class BenchmarkArguments:
         default=None, metadata={"help": "Draft with a copy of the target whose head is disturbed by this much."}
     )
     num_lookup_tokens: int = field(default=8, metadata={"help": "Candidates per round by prompt lookup (no draft)."})
-    num_assistant_tokens: int = field(default=5, metadata={"help": "Candidates per round of a draft."})
+    num_assistant_tokens: int | None = field(
+        default=None, metadata={"help": f"Candidates per round of a draft, by default {DEFAULT_NUM_ASSISTANT_TOKENS}."}
+    )
     prompts: str = field(default="builtin", metadata={"help": "'builtin', a .jsonl file or a data set[:column]."})
     categories: list[str] | None = field(default=None, metadata={"help": "Kinds of built-in prompts."})
     prompt_limit: int = field(default=8, metadata={"help": "How many prompts."})
@@ -70,12 +76,24 @@ class BenchmarkArguments:
             raise ValueError(f"`cases` has to name some of {CASES}, but names {sorted(unknown)}.")
         if self.repeats < 1:
             raise ValueError(f"`repeats` has to be at least 1, but is {self.repeats}.")
+        if min(self.batch_sizes) < 1:
+            raise ValueError(f"`batch_sizes` have to be at least 1, but are {self.batch_sizes}.")
+        if self.temperature != 1.0 and not self.do_sample:
+            raise ValueError(f"`temperature` needs `do_sample`, but is {self.temperature} without it.")
+        has_draft = self.draft_model is not None or self.draft_noise is not None
+        if self.num_assistant_tokens is not None and not has_draft:
+            raise ValueError(
+                f"`num_assistant_tokens` needs `draft_model` or `draft_noise`, but is {self.num_assistant_tokens} "
+                "without either. `num_lookup_tokens` is for prompt lookup."
+            )
+        if has_draft and self.num_assistant_tokens is None:
+            self.num_assistant_tokens = DEFAULT_NUM_ASSISTANT_TOKENS
 
 
 def main() -> None:
     (args,) = HfArgumentParser(BenchmarkArguments).parse_args_into_dataclasses()
     transformers.logging.set_verbosity_error()
-    state = PartialState()
+    state = start_processes()
     if args.num_threads is not None:
         torch.set_num_threads(args.num_threads)
     set_seed(args.seed)
@@ -94,7 +112,7 @@ def main() -> None:
             tokenizer.pad_token_id or 0,
             state.is_main_process,
         )
-    result = run_cases(args, setting)
+    result = run_cases(args, setting, state)
     if state.is_main_process:
         report = {"settings": asdict(args), "environment": environment(state), **result}
         print_tables(report)
@@ -102,10 +120,23 @@ def main() -> None:
             Path(args.output).parent.mkdir(parents=True, exist_ok=True)
             Path(args.output).write_text(json.dumps(report, indent=1) + "\n")
         print(json.dumps(report))
+    state.destroy_process_group()
 
 
-def run_cases(args: BenchmarkArguments, setting: Setting) -> dict[str, Any]:
-    """The results of every case asked for, gathered over the processes."""
+def start_processes() -> PartialState:
+    """This process among those that were started; by themselves they would not find each other on a CPU."""
+    state = PartialState(cpu=not torch.cuda.is_available())
+    num_started = int(os.environ.get("WORLD_SIZE", 1))
+    if num_started != state.num_processes:
+        raise ValueError(
+            f"`WORLD_SIZE` has to be the number of processes that found each other, but is {num_started} instead of "
+            f"{state.num_processes}. Start them with `torchrun` or `accelerate launch`."
+        )
+    return state
+
+
+def run_cases(args: BenchmarkArguments, setting: Setting, state: PartialState) -> dict[str, Any]:
+    """The results of every case asked for: the first three of all processes, the others of the main one."""
     draft_kwargs = make_draft_kwargs(args, setting)
     largest = max(args.batch_sizes)
     result: dict[str, Any] = {}
@@ -116,12 +147,14 @@ def run_cases(args: BenchmarkArguments, setting: Setting) -> dict[str, Any]:
         result["ragged"] = merged(ragged_case(setting, largest))
     if "batching" in args.cases:
         result["batching"] = merged(batching_case(setting, largest, draft_kwargs))
-    if "attention" in args.cases:
-        result["attention"] = attention_case(setting)
-    if "overhead" in args.cases:
-        result["overhead"] = overhead_case(setting, draft_kwargs)
-    if "processors" in args.cases:
-        result["processors_ms"] = processors_case(args.repeats)
+    if state.is_main_process:
+        if "attention" in args.cases:
+            result["attention"] = attention_case(setting)
+        if "overhead" in args.cases:
+            result["overhead"] = overhead_case(setting, draft_kwargs)
+        if "processors" in args.cases:
+            result["processors_ms"] = processors_case(args.repeats)
+    state.wait_for_everyone()
     return result
 
 
@@ -141,27 +174,30 @@ def make_draft_kwargs(args: BenchmarkArguments, setting: Setting) -> dict[str, A
 
 
 def merged(lines: list[Measurement]) -> list[dict[str, Any]]:
-    """Adds up the processes: all tokens, the slowest process's time."""
-    of_all = gather_object([lines])
-    results = []
-    for line in zip(*of_all):
-        seconds = max(part.seconds for part in line)
-        total = replace(
-            line[0],
-            tokens=sum(part.tokens for part in line),
-            seconds=seconds,
-            num_equal=sum(part.num_equal for part in line),
-            num_prompts=sum(part.num_prompts for part in line),
-            prefill_seconds=None if line[0].prefill_seconds is None else max(p.prefill_seconds for p in line),
-            largest_gap=max(part.largest_gap for part in line),
-        )
-        rates = {"tokens_per_second": total.tokens_per_second}
-        results.append(asdict(total) | rates | {"decode_tokens_per_second": total.decode_tokens_per_second})
+    """The lines of all processes added up, with the speed-up over the first line of the same batch size."""
+    results = [total_of(parts).to_dict() for parts in zip(*gather_object([lines]))]
     baselines: dict[int, float] = {}
     for entry in results:
-        baselines.setdefault(entry["batch_size"], entry["tokens_per_second"])
-        entry["speedup"] = entry["tokens_per_second"] / baselines[entry["batch_size"]]
+        baseline = baselines.setdefault(entry["batch_size"], entry["tokens_per_second"])
+        entry["speedup"] = entry["tokens_per_second"] / baseline
     return results
+
+
+def total_of(parts: tuple[Measurement, ...]) -> Measurement:
+    """One line of all processes: all tokens, the slowest process's time. One without prompts has no statistics."""
+    num_equal = [part.num_equal for part in parts if part.num_equal is not None]
+    prefill_seconds = [part.prefill_seconds for part in parts if part.prefill_seconds is not None]
+    stats = [part.stats for part in parts if part.stats is not None]
+    return replace(
+        parts[0],
+        tokens=sum(part.tokens for part in parts),
+        seconds=max(part.seconds for part in parts),
+        num_equal=sum(num_equal) if num_equal else None,
+        num_prompts=sum(part.num_prompts for part in parts),
+        prefill_seconds=max(prefill_seconds, default=None),
+        largest_gap=max(part.largest_gap for part in parts),
+        stats=sum(stats, DecodingStats()) if stats else None,
+    )
 
 
 def environment(state: PartialState) -> dict[str, Any]:
@@ -209,7 +245,8 @@ def print_tables(report: dict[str, Any]) -> None:
         console.print(f"penalties over 8 rows x 4,096 tokens x 151,936 ids, ms: {times}")
     if "overhead" in report:
         share = report["overhead"]["processors_verification_bookkeeping_share"]
-        console.print(f"processors, verification and bookkeeping at batch 1 with penalties: {share:.1%} of the time")
+        text = "not measured" if share is None else f"{share:.1%} of the time"
+        console.print(f"processors, verification and bookkeeping at batch 1 with penalties: {text}")
 
 
 def measurement_table(title: str, lines: list[dict[str, Any]]) -> Table:
@@ -219,13 +256,14 @@ def measurement_table(title: str, lines: list[dict[str, Any]]) -> Table:
         table.add_column(name, justify="left" if name == "what" else "right", no_wrap=name == "what")
     for line in lines:
         stats, decode, gap = line["stats"] or {}, line["decode_tokens_per_second"], line["largest_gap"]
+        equal = "" if line["num_equal"] is None else f"{line['num_equal']}/{line['num_prompts']}"
         table.add_row(
             str(line["batch_size"]),
             line["name"],
             f"{line['tokens_per_second']:.1f}",
             f"{line['speedup']:.2f}x",
             "" if decode is None else f"{decode:.1f}",
-            f"{line['num_equal']}/{line['num_prompts']}" + (f" (gap {gap:.0e})" if gap else ""),
+            equal + (f" (gap {gap:.0e})" if gap else ""),
             f"{stats['mean_accepted_length']:.2f}" if stats.get("drafting_rounds") else "",
             " ".join(f"{share:.1f}" for share in stats.get("survival", [])[:8]),
         )

@@ -4,7 +4,7 @@ import copy
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import partial
 from typing import Any
 
@@ -51,32 +51,30 @@ class Runner:
 @dataclass(frozen=True)
 class Measurement:
     """
-    A line of the table.
+    A line of the table; of one process until the processes are added up.
 
     Args:
         name (`str`): what was run.
         batch_size (`int`): rows side by side.
         tokens (`int`): useful tokens per run.
         seconds (`float`): the median over the repeats.
-        speedup (`float`): over the first line of the same batch size, measured in the same run.
-        num_equal (`int`): prompts whose ids equal those of the first line.
+        num_equal (`int`, *optional*): prompts whose ids equal those of the first line. None where ids are sampled.
         prefill_seconds (`float`, *optional*): the median time of the same with one new token per prompt.
         largest_gap (`float`): where ids differ, the distance of the two best logits at the first difference, at most
             over the prompts; other kernels round differently, so a near tie may fall the other way.
         num_prompts (`int`): prompts.
-        stats (`dict`, *optional*): statistics of the last run of our loop.
+        stats ([`DecodingStats`], *optional*): statistics of the last run of our loop.
     """
 
     name: str
     batch_size: int
     tokens: int
     seconds: float
-    speedup: float
-    num_equal: int
+    num_equal: int | None
     num_prompts: int
     prefill_seconds: float | None = None
     largest_gap: float = 0.0
-    stats: dict | None = None
+    stats: DecodingStats | None = None
 
     @property
     def tokens_per_second(self) -> float:
@@ -89,9 +87,18 @@ class Measurement:
             return None
         return (self.tokens - self.num_prompts) / (self.seconds - self.prefill_seconds)
 
+    def to_dict(self) -> dict[str, Any]:
+        """The values and rates as plain numbers, lists and dicts, for JSON."""
+        values = {f.name: getattr(self, f.name) for f in fields(self)}
+        return values | {
+            "stats": None if self.stats is None else self.stats.to_dict(),
+            "tokens_per_second": self.tokens_per_second,
+            "decode_tokens_per_second": self.decode_tokens_per_second,
+        }
 
-def measure(runners: list[Runner], setting: Setting, batch_size: int) -> list[Measurement]:
-    """Times the runners in turn, after one warm-up each; the first is the baseline."""
+
+def measure(runners: list[Runner], setting: Setting, batch_size: int, do_sample: bool = False) -> list[Measurement]:
+    """Times the runners in turn, after one warm-up each; the ids are compared to the first one's unless sampled."""
     steps = tqdm(total=len(runners) * (setting.repeats + 1), desc=f"batch {batch_size}", disable=not setting.is_main)
     for repeat in range(setting.repeats + 1):
         for runner in runners:
@@ -109,25 +116,23 @@ def measure(runners: list[Runner], setting: Setting, batch_size: int) -> list[Me
                 runner.prefill_seconds.append(end - middle)
             steps.update()
     steps.close()
-    baseline = statistics.median(runners[0].seconds)
-    return [
-        Measurement(
-            name=runner.name,
-            batch_size=batch_size,
-            tokens=sum(map(len, runner.outputs)),
-            seconds=statistics.median(runner.seconds),
-            speedup=baseline / statistics.median(runner.seconds),
-            num_equal=sum(a == b for a, b in zip(runner.outputs, runners[0].outputs)),
-            num_prompts=len(runner.outputs),
-            prefill_seconds=statistics.median(runner.prefill_seconds) if runner.prefill is not None else None,
-            largest_gap=max(
-                (top_gap(setting.model, *pair) for pair in zip(setting.prompts, runners[0].outputs, runner.outputs)),
-                default=0.0,
-            ),
-            stats=None if runner.stats is None else runner.stats.to_dict(),
+    lines = []
+    for runner in runners:
+        pairs = [] if do_sample else list(zip(setting.prompts, runners[0].outputs, runner.outputs))
+        lines.append(
+            Measurement(
+                name=runner.name,
+                batch_size=batch_size,
+                tokens=sum(map(len, runner.outputs)),
+                seconds=statistics.median(runner.seconds),
+                num_equal=None if do_sample else sum(expected == actual for _, expected, actual in pairs),
+                num_prompts=len(runner.outputs),
+                prefill_seconds=statistics.median(runner.prefill_seconds) if runner.prefill is not None else None,
+                largest_gap=max((top_gap(setting.model, *pair) for pair in pairs), default=0.0),
+                stats=runner.stats,
+            )
         )
-        for runner in runners
-    ]
+    return lines
 
 
 @torch.no_grad()
@@ -141,6 +146,10 @@ def top_gap(model: PreTrainedModel, prompt: list[int], expected: list[int], actu
     return best - second
 
 
+def on_device(batch: dict[str, torch.Tensor], model: PreTrainedModel) -> dict[str, torch.Tensor]:
+    return {name: tensor.to(model.device) for name, tensor in batch.items()}
+
+
 def generate_in_batches(model: PreTrainedModel, setting: Setting, batch_size: int, **kwargs: Any) -> tuple:
     """`generate` over padded batches in the order of the prompts; padding and what follows eos is dropped."""
     outputs: Outputs = []
@@ -149,7 +158,7 @@ def generate_in_batches(model: PreTrainedModel, setting: Setting, batch_size: in
     eos_ids = set() if eos is None else {eos} if isinstance(eos, int) else set(eos)
     for start in range(0, len(setting.prompts), batch_size):
         batch = left_padded(setting.prompts[start : start + batch_size], setting.pad_token_id)
-        batch = {name: tensor.to(model.device) for name, tensor in batch.items()}
+        batch = on_device(batch, model)
         ids = model.generate(**batch, **(setting.generate_kwargs | kwargs))
         for row in ids[:, batch["input_ids"].shape[1] :].tolist():
             end = next((i + 1 for i, token_id in enumerate(row) if token_id in eos_ids), len(row))
@@ -176,11 +185,11 @@ def speculation_case(setting: Setting, batch_size: int, draft_kwargs: dict, is_t
     if is_tuned:
         runners.append(runner("plain generate, tuned linears", plain, tuned=True))
         runners.append(runner("speculative, tuned linears", ours, tuned=True, **draft_kwargs))
-    return measure(runners, setting, batch_size)
+    return measure(runners, setting, batch_size, setting.generate_kwargs["do_sample"])
 
 
 def ragged_case(setting: Setting, seats: int) -> list[Measurement]:
-    """Ragged budgets: padded `generate` in batches against the decoder with as many seats, both without eos."""
+    """Ragged budgets, greedy, without eos: padded `generate` in batches against the decoder with as many seats."""
     generator = torch.Generator().manual_seed(0)
     budgets = torch.randint(8, 129, (len(setting.prompts),), generator=generator).tolist()
     by_budget = sorted(range(len(budgets)), key=lambda index: -budgets[index])
@@ -190,6 +199,7 @@ def ragged_case(setting: Setting, seats: int) -> list[Measurement]:
         for start in range(0, len(order), seats):
             chosen = order[start : start + seats]
             batch = left_padded([setting.prompts[index] for index in chosen], setting.pad_token_id)
+            batch = on_device(batch, setting.model)
             longest = max(budgets[index] for index in chosen)
             ids = setting.model.generate(**batch, max_new_tokens=longest, do_sample=False, eos_token_id=None)
             for index, row in zip(chosen, ids[:, batch["input_ids"].shape[1] :].tolist()):
@@ -221,7 +231,7 @@ def batching_case(setting: Setting, batch_size: int, draft_kwargs: dict) -> list
             lambda: generate_in_batches(model, setting, batch_size, **draft_kwargs),
         ),
     ]
-    return measure(runners, setting, batch_size)
+    return measure(runners, setting, batch_size, setting.generate_kwargs["do_sample"])
 
 
 def attention_case(setting: Setting, cached_lengths: tuple[int, ...] = (200, 3000), new: int = 5) -> list[dict]:
@@ -231,13 +241,14 @@ def attention_case(setting: Setting, cached_lengths: tuple[int, ...] = (200, 300
     for cached in cached_lengths:
         cache = SlotCache(model.config, num_rows=1)
         ids = torch.randint(3, 1000, (1, cached + new), generator=torch.Generator().manual_seed(0))
+        ids = ids.to(model.device)
         with torch.no_grad():
             forward(model, cache, rows, ids[:, :cached], torch.tensor([cached]), logits_to_keep=1)
         times: dict[str, list[float]] = {"sdpa": [], "grouped": []}
         logits = {}
         for repeat in range(5 * setting.repeats + 1):
             for name in times:
-                start = time.perf_counter()
+                start = time_now(model)
                 with torch.no_grad():
                     if name == "grouped":
                         with grouped_attention(model):
@@ -248,7 +259,7 @@ def attention_case(setting: Setting, cached_lengths: tuple[int, ...] = (200, 300
                         inputs = {"attention_mask": mask, "position_ids": write.position_ids, "cache": cache}
                         outputs = model(ids[:, cached:], use_cache=True, **inputs)
                 if repeat > 0:
-                    times[name].append(time.perf_counter() - start)
+                    times[name].append(time_now(model) - start)
                 logits[name] = outputs.logits
                 cache.truncate(0, cached)
         sdpa, grouped = (statistics.median(times[name]) for name in ("sdpa", "grouped"))
@@ -263,6 +274,13 @@ def attention_case(setting: Setting, cached_lengths: tuple[int, ...] = (200, 300
             }
         )
     return results
+
+
+def time_now(model: PreTrainedModel) -> float:
+    """Seconds, once what the model's device has been asked for is done."""
+    if model.device.type == "cuda":
+        torch.cuda.synchronize(model.device)
+    return time.perf_counter()
 
 
 def processors_case(repeats: int, vocab_size: int = 151_936, length: int = 4096, rows: int = 8) -> dict[str, float]:
@@ -288,15 +306,12 @@ def processors_case(repeats: int, vocab_size: int = 151_936, length: int = 4096,
     return {name: statistics.median(values) for name, values in times.items()}
 
 
-def overhead_case(setting: Setting, draft_kwargs: dict) -> dict:
-    """The share of a round that is not the target's pass, at batch 1 with all penalties on."""
+def overhead_case(setting: Setting, draft_kwargs: dict) -> dict[str, Any]:
+    """The share of a round that is not the target's pass, at batch 1 with all penalties on; None without a round."""
     model = enable_speculation(copy.copy(setting.model))
     penalties = [TokenPenalties(1.1, 0.1, 0.1)]
     _, stats = generate_in_batches(model, setting, 1, logits_processor=penalties, **draft_kwargs)
-    assert stats is not None, "our loop leaves its statistics"
-    seconds = stats.seconds
+    seconds = (stats or DecodingStats()).seconds
     total = sum(seconds.values())
-    return {
-        "seconds": dict(seconds),
-        "processors_verification_bookkeeping_share": (seconds["processors"] + seconds["other"]) / total,
-    }
+    own = seconds["processors"] + seconds["other"]
+    return {"seconds": dict(seconds), "processors_verification_bookkeeping_share": own / total if total else None}

@@ -14,10 +14,20 @@ from dataclasses import dataclass, field
 
 import torch
 from loading import encode_prompt, load_model
-from transformers import AutoModelForCausalLM, HfArgumentParser, PreTrainedTokenizerBase, TextStreamer, set_seed
+from transformers import (
+    AutoModelForCausalLM,
+    HfArgumentParser,
+    LogitsProcessorList,
+    PreTrainedTokenizerBase,
+    TextStreamer,
+    set_seed,
+)
 
-from hf_specgen import LogitBias, TokenPenalties, UndecodableMask, enable_speculation
+from hf_specgen import LogitBias, TokenPenalties, UndecodableMask, enable_speculation, order_logits_processors
 from hf_specgen.cpu_linear import tune_linears
+
+NOT_SAMPLING = {"temperature": 1.0, "top_k": 0, "top_p": 1.0}  # values that leave the distribution as it is
+DRAFT_OPTIONS = ("num_assistant_tokens", "assistant_confidence_threshold")
 
 
 @dataclass
@@ -44,6 +54,31 @@ class GenerateArguments:
     tune_linears: bool = field(default=False, metadata={"help": "Measure and use faster few-row products on CPU."})
     stats: bool = field(default=False, metadata={"help": "Print statistics as JSON."})
 
+    def __post_init__(self) -> None:
+        given = vars(self)
+        for name, neutral in NOT_SAMPLING.items():
+            if given[name] != neutral and not self.do_sample:
+                raise ValueError(f"`{name}` needs `do_sample`, but is {given[name]!r} without it.")
+        for name in DRAFT_OPTIONS:
+            if given[name] is not None and self.draft_model is None:
+                raise ValueError(f"`{name}` needs `draft_model`, but is {given[name]!r} without it.")
+        if self.logit_bias is not None:
+            read_logit_bias(self.logit_bias)
+
+
+def read_logit_bias(text: str) -> LogitBias:
+    """The bias that a JSON object describes."""
+    try:
+        return LogitBias(json.loads(text))
+    except json.JSONDecodeError as error:
+        raise ValueError(
+            f'`logit_bias` has to be a JSON object such as {{"198": -100}}, but {text!r} is no JSON: {error}.'
+        ) from error
+    except TypeError as error:
+        raise ValueError(
+            f'`logit_bias` has to be a JSON object such as {{"198": -100}}, but is {text!r}: {error}'
+        ) from error
+
 
 def main() -> None:
     (args,) = HfArgumentParser(GenerateArguments).parse_args_into_dataclasses()
@@ -66,7 +101,7 @@ def main() -> None:
         "do_sample": args.do_sample,
     }
     if args.do_sample:
-        settings |= {"temperature": args.temperature, "top_k": args.top_k, "top_p": args.top_p}
+        settings |= {name: vars(args)[name] for name in NOT_SAMPLING}
     start = time.perf_counter()
     output_ids = model.generate(
         input_ids=input_ids.to(model.device),
@@ -79,22 +114,23 @@ def main() -> None:
     seconds = time.perf_counter() - start
     if args.stats:
         num_tokens = output_ids.shape[1] - input_ids.shape[1]
-        result = {"tokens": num_tokens, "seconds": seconds, "tokens_per_second": num_tokens / seconds}
-        if draft is not None or args.num_lookup_tokens is not None:
-            result |= model.speculation_stats.to_dict() | {"seconds": seconds}
+        result = {"tokens": num_tokens, "wall_seconds": seconds, "tokens_per_second": num_tokens / seconds}
+        has_drafter = draft is not None or args.num_lookup_tokens is not None
+        if has_drafter and model.speculation_stats is not None:  # None where transformers' own loop decoded
+            result |= model.speculation_stats.to_dict()
         print(json.dumps(result))
 
 
-def _processors(args: GenerateArguments, vocab_size: int, tokenizer: PreTrainedTokenizerBase) -> list:
+def _processors(args: GenerateArguments, vocab_size: int, tokenizer: PreTrainedTokenizerBase) -> LogitsProcessorList:
     processors: list = []
     penalties = (args.repetition_penalty, args.frequency_penalty, args.presence_penalty)
     if penalties != (1.0, 0.0, 0.0):
         processors.append(TokenPenalties(*penalties))
     if args.logit_bias is not None:
-        processors.append(LogitBias(json.loads(args.logit_bias)))
+        processors.append(read_logit_bias(args.logit_bias))
     if vocab_size > len(tokenizer):
         processors.append(UndecodableMask(len(tokenizer), tokenizer.pad_token_id, tokenizer.eos_token_id))
-    return processors
+    return order_logits_processors(processors)
 
 
 if __name__ == "__main__":
