@@ -149,7 +149,10 @@ def run_cases(args: BenchmarkArguments, setting: Setting, state: PartialState) -
         result["batching"] = merged(batching_case(setting, largest, draft_kwargs))
     if state.is_main_process:
         if "attention" in args.cases:
-            result["attention"] = attention_case(setting)
+            result["attention"] = [{"linears": "stock", **entry} for entry in attention_case(setting)]
+            if args.tune_linears:
+                with tune_linears(setting.model):
+                    result["attention"] += [{"linears": "tuned", **entry} for entry in attention_case(setting)]
         if "overhead" in args.cases:
             result["overhead"] = overhead_case(setting, draft_kwargs)
         if "processors" in args.cases:
@@ -236,7 +239,7 @@ def print_tables(report: dict[str, Any]) -> None:
             console.print(measurement_table(case, report[case]))
     for entry in report.get("attention", []):
         console.print(
-            f"attention over {entry['cached_tokens']} cached tokens, {entry['new_positions']} new: sdpa "
+            f"attention over {entry['cached_tokens']} cached tokens, {entry['new_positions']} new, {entry['linears']} linears: sdpa "
             f"{entry['sdpa_ms']:.1f} ms, grouped {entry['grouped_ms']:.1f} ms ({entry['speedup']:.2f}x, largest "
             f"difference {entry['max_difference']:.1e})"
         )
