@@ -38,7 +38,7 @@ from rich.console import Console
 from rich.table import Table
 from transformers import AutoModelForCausalLM, HfArgumentParser, set_seed
 
-from hf_specgen import DecodingStats, __version__
+from hf_specgen import DecodingStats, __version__, tune_linears
 from hf_specgen.prompts import load_prompts
 
 CASES = ("speculation", "ragged", "batching", "attention", "overhead", "processors")
@@ -239,7 +239,7 @@ def print_tables(report: dict[str, Any]) -> None:
             console.print(measurement_table(case, report[case]))
     for entry in report.get("attention", []):
         console.print(
-            f"attention over {entry['cached_tokens']} cached tokens, {entry['new_positions']} new, {entry['linears']} linears: sdpa "
+            f"{entry['new_positions']} positions over {entry['cached_tokens']} cached, {entry['linears']} linears: sdpa "
             f"{entry['sdpa_ms']:.1f} ms, grouped {entry['grouped_ms']:.1f} ms ({entry['speedup']:.2f}x, largest "
             f"difference {entry['max_difference']:.1e})"
         )
