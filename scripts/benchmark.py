@@ -239,8 +239,8 @@ def print_tables(report: dict[str, Any]) -> None:
             console.print(measurement_table(case, report[case]))
     for entry in report.get("attention", []):
         console.print(
-            f"{entry['new_positions']} positions over {entry['cached_tokens']} cached, {entry['linears']} linears: sdpa "
-            f"{entry['sdpa_ms']:.1f} ms, grouped {entry['grouped_ms']:.1f} ms ({entry['speedup']:.2f}x, largest "
+            f"{entry['new_positions']} positions over {entry['cached_tokens']} cached, {entry['linears']} linears: "
+            f"sdpa {entry['sdpa_ms']:.1f} ms, grouped {entry['grouped_ms']:.1f} ms ({entry['speedup']:.2f}x, largest "
             f"difference {entry['max_difference']:.1e})"
         )
     if "processors_ms" in report:
