@@ -67,13 +67,13 @@ def num_input_ids(model: PreTrainedModel) -> int:
 
 
 def learned_positions(model: PreTrainedModel) -> int | None:
-    """How many positions a model with learned position embeddings knows, None for other encodings."""
+    """How many positions a model with a table of position embeddings knows, None for other encodings."""
     text_config = model.config.get_text_config(decoder=True)
     limit = text_config.to_dict().get("max_position_embeddings") or text_config.to_dict().get("n_positions")
     for name, module in model.named_modules():
-        is_table = isinstance(module, nn.Embedding) or "embed_positions" in dict(module.named_buffers(recurse=False))
-        is_positional = is_table and name.rsplit(".", 1)[-1] in ("wpe", "embed_positions")
-        if is_positional and limit is not None:
+        is_learned = isinstance(module, nn.Embedding) and name.rsplit(".", 1)[-1] in ("wpe", "embed_positions")
+        has_table = "embed_positions" in dict(module.named_buffers(recurse=False))  # sinusoids up to the same limit
+        if limit is not None and (is_learned or has_table):
             return limit
     return None
 

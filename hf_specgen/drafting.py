@@ -263,7 +263,9 @@ class PromptLookupDrafter(Drafter):
         return Candidates(token_ids, lengths)
 
     def _look_up(self, request: Request, count: int) -> list[int]:
-        index = request.state.setdefault("ngram_index", _NgramIndex(self.max_ngram_size))
+        if "ngram_index" not in request.state:
+            request.state["ngram_index"] = _NgramIndex(self.max_ngram_size)
+        index: _NgramIndex = request.state["ngram_index"]
         index.extend(request.committed_from(len(index.ids)))
         start = index.find()
         if start is None:

@@ -6,11 +6,11 @@ only: knows no model, tokenizer or loop.
 
 from collections.abc import Collection, Sequence
 from numbers import Integral, Real
+from typing import TypedDict, Unpack
 
 import torch
 from torch import Tensor
 from transformers import LogitsProcessor
-from typing_extensions import TypedDict, Unpack
 
 from .token_counts import TokenCounts, counts_in_block, has_begun, is_in_vocabulary
 

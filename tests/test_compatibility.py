@@ -19,6 +19,8 @@ from torch import nn
 from transformers import (
     BloomConfig,
     BloomForCausalLM,
+    GPTJConfig,
+    GPTJForCausalLM,
     Llama4ForCausalLM,
     Llama4TextConfig,
     LlamaForCausalLM,
@@ -310,3 +312,8 @@ def test_eager_and_sdpa_models_run_on_their_own_attention(llama):
             model, left_padded([5, 3]), {"assistant_model": noisy_copy(llama)}, max_new_tokens=24
         )
     assert_partly_accepted(stats)
+
+
+def test_table_of_sinusoids_is_a_limit_too():
+    config = GPTJConfig(vocab_size=64, n_embd=32, n_layer=1, n_head=4, rotary_dim=4, n_positions=16)
+    assert learned_positions(GPTJForCausalLM(config)) == 16
