@@ -238,6 +238,11 @@ class Decoder:
         num_forwards = self.drafter.num_forwards
         candidates = self.drafter.draft(self.rows, torch.tensor(room))
         self.stats.draft_forwards += self.drafter.num_forwards - num_forwards
+        if candidates.token_ids.shape[0] != len(room) or bool((candidates.lengths > torch.tensor(room)).any()):
+            raise ValueError(
+                f"`{type(self.drafter).__name__}.draft` has to give one block for each of {len(room)} rows, of at "
+                f"most `max_tokens` candidates, but gave {candidates.token_ids.shape[0]} of lengths {candidates.lengths}."
+            )
         longest = int(candidates.lengths.max())
         probs = None if candidates.probs is None else candidates.probs[:, :longest]
         return Candidates(candidates.token_ids[:, :longest], candidates.lengths, probs)

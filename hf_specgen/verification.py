@@ -23,11 +23,23 @@ class Candidates:
         probs (`torch.FloatTensor` of shape `(rows, k, vocab)`, *optional*):
             The very distributions that the tokens were sampled from, in fp32. `None` says that they were chosen
             without chance (greedy drafting, prompt lookup): their law is one-hot.
+
+    Raises:
+        `ValueError`: if the shapes or types do not fit together.
     """
 
     token_ids: Tensor
     lengths: Tensor
     probs: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        shape = tuple(self.token_ids.shape)
+        if len(shape) != 2 or self.token_ids.dtype != torch.long:
+            raise ValueError(f"`token_ids` has to be a LongTensor of shape (rows, k), but is {self.token_ids!r}.")
+        if tuple(self.lengths.shape) != shape[:1] or self.lengths.dtype != torch.long:
+            raise ValueError(f"`lengths` has to be a LongTensor of shape ({shape[0]},), but is {self.lengths!r}.")
+        if self.probs is not None and tuple(self.probs.shape[:2]) != shape:
+            raise ValueError(f"`probs` has to be of shape {shape} and vocab, but is of {tuple(self.probs.shape)}.")
 
     @classmethod
     def none(cls, rows: int, device: torch.device) -> "Candidates":

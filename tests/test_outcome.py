@@ -7,7 +7,15 @@ import torch
 from conftest import PAD, left_padded, make_model, noisy_copy
 from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
 
-from hf_specgen import CausalLMDrafter, Decoder, DecodingRules, Request, enable_speculation
+from hf_specgen import (
+    Candidates,
+    CausalLMDrafter,
+    Decoder,
+    DecodingRules,
+    PromptLookupDrafter,
+    Request,
+    enable_speculation,
+)
 
 PROMPT = 6
 
@@ -230,3 +238,29 @@ def test_capacity_does_not_make_seeds_depend_on_neighbours(models):
         return request.token_ids
 
     assert run(True) == run(False)
+
+
+class Badly(PromptLookupDrafter):
+    """Returns what a mistaken drafter may return."""
+
+    def __init__(self, make):
+        super().__init__(3)
+        self.make = make
+
+    def draft(self, rows, max_tokens):
+        return self.make(rows.num_spanned)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda rows: Candidates(torch.zeros(rows, 2), torch.full((rows,), 2)),
+        lambda rows: Candidates(torch.zeros(rows, 2, dtype=torch.long), torch.full((rows,), 2.0)),
+        lambda rows: Candidates(torch.zeros(rows + 1, 2, dtype=torch.long), torch.full((rows + 1,), 2)),
+        lambda rows: Candidates(torch.zeros(rows, 50, dtype=torch.long), torch.full((rows,), 50)),
+    ],
+    ids=["float ids", "float lengths", "too many rows", "more than max_tokens"],
+)
+def test_block_that_does_not_fit_is_refused_in_a_sentence(models, batch, make):
+    with pytest.raises(ValueError, match="has to"):
+        models[1].generate(**batch, max_new_tokens=12, assistant_model=Badly(make))
