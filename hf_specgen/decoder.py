@@ -241,7 +241,7 @@ class Decoder:
         if candidates.token_ids.shape[0] != len(room) or bool((candidates.lengths > torch.tensor(room)).any()):
             raise ValueError(
                 f"`{type(self.drafter).__name__}.draft` has to give one block for each of {len(room)} rows, of at "
-                f"most `max_tokens` candidates, but gave {candidates.token_ids.shape[0]} of lengths {candidates.lengths}."
+                f"most `max_tokens` candidates, but gave {len(candidates.token_ids)} of lengths {candidates.lengths}."
             )
         longest = int(candidates.lengths.max())
         probs = None if candidates.probs is None else candidates.probs[:, :longest]
