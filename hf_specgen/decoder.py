@@ -229,7 +229,7 @@ class Decoder:
         if self.drafter is None:
             return Candidates.none(self.rows.num_spanned, self.rows.device)
         # The last token of the budget needs no candidate: the target gives it anyway.
-        room = [0 if r is None or r.error else r.num_remaining - 1 for r in self.rows.spanned]
+        room = [0 if request is None else request.num_remaining - 1 for request in self.rows.spanned]
         if self.rows.cache.capacity is not None:  # a short row's padding must fit behind the longest row
             free = self.rows.cache.capacity - int(self.rows.cache.lengths[self.rows.span].max()) - 1
             room = [min(tokens, free) for tokens in room]

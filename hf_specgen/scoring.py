@@ -96,7 +96,7 @@ def _groups(rows: Rows) -> list[tuple[PaddedBatch, list[tuple[int, Request]]]]:
     """The live rows by the batch that they share, without those that have no processors."""
     groups: dict[int, tuple[PaddedBatch, list[tuple[int, Request]]]] = {}
     for row, request in rows.live():
-        if request.rules.logits_processor and request.error is None:
+        if request.rules.logits_processor:
             groups.setdefault(id(request.batch), (request.batch, []))[1].append((row, request))
     return list(groups.values())
 
