@@ -2,7 +2,9 @@
 
 from .cpu_linear import tune_linears
 from .decoder import Decoder
+from .draft_length import ConfidenceThreshold, StepCosts, ThroughputScheduler, VerifyAll
 from .drafting import CausalLMDrafter, Drafter, PromptLookupDrafter
+from .dspark import DSparkConfig, DSparkDrafter, DSparkModel
 from .generation import SpeculativeDecoderOnlyOutput, disable_speculation, enable_speculation
 from .logits_process import (
     FrequencyPenalty,
@@ -21,6 +23,13 @@ __version__ = "0.1.0"
 
 __all__ = [
     "Candidates",
+    "DSparkConfig",
+    "DSparkDrafter",
+    "DSparkModel",
+    "ConfidenceThreshold",
+    "StepCosts",
+    "ThroughputScheduler",
+    "VerifyAll",
     "CausalLMDrafter",
     "Decoder",
     "DecodingRules",

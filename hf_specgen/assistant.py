@@ -4,11 +4,10 @@ import copy
 from dataclasses import dataclass
 from typing import Any
 
-from torch import nn
 from torch._dynamo import OptimizedModule
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
-from transformers.distributed.fsdp import is_fsdp_managed_module
 
+from .compatibility import check_vocab_sizes
 from .decoder import RoundHook
 from .drafting import CausalLMDrafter, Drafter, PromptLookupDrafter, check_count
 
@@ -18,7 +17,6 @@ ASSISTANT_SETTINGS = (
     "assistant_confidence_threshold",
     "max_matching_ngram_size",
 )
-MAX_PADDING = 1024  # ids by which vocabularies of one tokenizer may differ, unless the tokenizer is there to tell
 
 
 @dataclass(frozen=True)
@@ -89,13 +87,6 @@ def drafts_its_own_way(assistant_model: Any) -> bool:
     return isinstance(assistant_model, Drafter) or hasattr(assistant_model, "make_drafter")
 
 
-def is_sharded(model: Any) -> bool:
-    """Whether the model's parameters are spread over ranks by FSDP or ZeRO-3."""
-    if not isinstance(model, nn.Module):
-        return False
-    return is_fsdp_managed_module(model) or any(hasattr(parameter, "ds_id") for parameter in model.parameters())
-
-
 def make_drafter(
     target: PreTrainedModel,
     assistant_model: Any,
@@ -140,13 +131,5 @@ def make_drafter(
 
 def _check_vocabularies(target: PreTrainedModel, draft: Any, tokenizer: PreTrainedTokenizerBase | None) -> None:
     """Lets pass vocabularies of one tokenizer that are padded to different sizes."""
-    sizes = [model.config.get_text_config().vocab_size for model in (target, draft)]
-    if tokenizer is not None:
-        is_one_tokenizer = sizes[0] == sizes[1] or len(tokenizer) <= min(sizes)
-    else:
-        is_one_tokenizer = abs(sizes[0] - sizes[1]) <= min(MAX_PADDING, max(sizes) // 5)
-    if not is_one_tokenizer:
-        raise ValueError(
-            f"The target has a vocabulary of {sizes[0]} ids and the draft one of {sizes[1]}: these are no paddings of "
-            "one tokenizer. For a draft with another tokenizer pass `tokenizer=` and `assistant_tokenizer=`."
-        )
+    target_size, draft_size = (model.config.get_text_config().vocab_size for model in (target, draft))
+    check_vocab_sizes(target_size, draft_size, None if tokenizer is None else len(tokenizer))

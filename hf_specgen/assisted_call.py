@@ -20,8 +20,8 @@ from transformers import (
 from transformers.cache_utils import get_layer_types_and_kwargs
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
 
-from .assistant import SpeculationSettings, drafts_its_own_way, is_sharded, reason_for_transformers
-from .compatibility import is_served_by_transformers, unsupported_reason
+from .assistant import SpeculationSettings, drafts_its_own_way, reason_for_transformers
+from .compatibility import is_served_by_transformers, is_sharded, unsupported_reason
 from .decoder import Decoder
 from .drafting import Drafter
 from .request import DecodingRules, PaddedBatch, Request

@@ -6,11 +6,13 @@
 import threading
 import weakref
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.cache_utils import get_layer_types_and_kwargs
+from transformers.distributed.fsdp import is_fsdp_managed_module
 
 from .attention import GROUPED_ATTENTION
 from .cache import SlotCache
@@ -18,6 +20,7 @@ from .request import Request
 from .rows import forward, padded
 
 SERVED_LAYER_TYPES = {"full_attention", "sliding_attention", "dummy"}
+MAX_PADDING = 1024  # ids by which vocabularies of one tokenizer may differ, unless the tokenizer is there to tell
 CHECKED_TOKENS = 24  # longer than the windows of tiny models
 OWN_WINDOW_TYPES = {"gpt_neo", "moshi", "imagegpt", "bark"}
 ROW_BY_ROW_TYPES = {"chunked_attention"}  # attention over all past tokens, which transformers' own loop serves
@@ -59,6 +62,37 @@ def is_served_by_transformers(model: PreTrainedModel) -> bool:
 def _has_alibi(model: PreTrainedModel) -> bool:
     config = model.config.to_dict()
     return config["model_type"] in ("bloom", "mpt") or bool(config.get("alibi"))
+
+
+def is_sharded(model: Any) -> bool:
+    """Whether the model's parameters are spread over ranks by FSDP or ZeRO-3."""
+    if not isinstance(model, nn.Module):
+        return False
+    return is_fsdp_managed_module(model) or any(hasattr(parameter, "ds_id") for parameter in model.parameters())
+
+
+def check_vocab_sizes(target_size: int, draft_size: int, num_tokens: int | None = None) -> None:
+    """
+    Lets pass vocabularies of one tokenizer that are padded to different sizes.
+
+    Args:
+        target_size, draft_size (`int`): the vocabularies.
+        num_tokens (`int`, *optional*): how many tokens their tokenizer has, if that is known.
+
+    Raises:
+        `ValueError`: naming the sizes.
+    """
+    if num_tokens is not None:
+        is_one_tokenizer = target_size == draft_size or num_tokens <= min(target_size, draft_size)
+    else:
+        largest = max(target_size, draft_size)
+        is_one_tokenizer = abs(target_size - draft_size) <= min(MAX_PADDING, largest // 5)
+    if not is_one_tokenizer:
+        raise ValueError(
+            f"The target has a vocabulary of {target_size} ids and the draft one of {draft_size}: these are no "
+            "paddings of one tokenizer. For a draft with another tokenizer pass `tokenizer=` and "
+            "`assistant_tokenizer=`."
+        )
 
 
 def num_input_ids(model: PreTrainedModel) -> int:

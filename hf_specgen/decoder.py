@@ -84,6 +84,8 @@ class Decoder:
             if reason := unsupported_reason(used):
                 raise ValueError(f"The decoding loop cannot serve this model: {reason}.")
             self_check(used)
+        if drafter is not None:
+            drafter.bind(model)
         draft_cache = None if drafter is None else drafter.make_cache(max_batch_size)
         self._capacity = capacity
         num_columns = None if capacity is None else capacity + CANDIDATE_COLUMNS
@@ -189,6 +191,9 @@ class Decoder:
         for seat, request in enumerate(self.rows.requests):
             if request is not None:
                 self.rows.roll_back(seat)
+                if self.drafter is not None and self.drafter.target_layer_ids and self.rows.draft_cache is not None:
+                    # The states of a pass that was not observed are gone: it has to be run again.
+                    self.rows.cache.truncate(seat, int(self.rows.draft_cache.lengths[seat]))
                 if int(self.rows.cache.lengths[seat]) < request.num_committed - 1:
                     self._newcomers.append(seat)
 

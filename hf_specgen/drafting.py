@@ -18,18 +18,21 @@ LONG_PREFILL = 16  # tokens; rows that lack more than this are fed apart from ro
 
 class Drafter(ABC):
     """
-    What proposes candidates for a round. Three methods are the whole contract.
+    What proposes candidates for a round. Three methods are the whole contract; `bind` may refuse a target.
 
     Attributes:
         target_layer_ids (`tuple[int, ...]`): layers of the target whose output hidden states `observe` needs; layer
             `i` is found as `outputs.hidden_states[i + 1]`.
         num_forwards (`int`): forward passes of the drafter so far.
-        model (`PreTrainedModel`, *optional*): the model that drafts, if there is one.
+        model (`PreTrainedModel`, *optional*): the causal language model that drafts, if there is one.
     """
 
     target_layer_ids: tuple[int, ...] = ()
     num_forwards: int = 0
     model: PreTrainedModel | None = None
+
+    def bind(self, target: PreTrainedModel) -> None:  # noqa: B027  # most drafters serve any target
+        """Called once before decoding with the target; raises `ValueError` if this drafter is not for it."""
 
     @abstractmethod
     def make_cache(self, rows: int) -> SlotCache | None:
@@ -214,7 +217,7 @@ class CausalLMDrafter(Drafter):
         token_ids = torch.where(token_ids < vocab_size, token_ids, 0).to(self.model.device)
         run = forward if token_ids.shape[1] == 1 else forward_last
         logits = run(self.model, _draft_cache(rows), span, token_ids, num_tokens).logits
-        return _with_vocab(logits, rows.model.config.get_text_config().vocab_size).to(rows.device)
+        return with_vocab(logits, rows.model.config.get_text_config().vocab_size).to(rows.device)
 
 
 def _draft_cache(rows: Rows) -> SlotCache:
@@ -222,7 +225,7 @@ def _draft_cache(rows: Rows) -> SlotCache:
     return rows.draft_cache
 
 
-def _with_vocab(logits: Tensor, vocab_size: int) -> Tensor:
+def with_vocab(logits: Tensor, vocab_size: int) -> Tensor:
     """Cut or filled with -inf to the target's vocabulary: paddings of one tokenizer differ at the end only."""
     missing = vocab_size - logits.shape[-1]
     if missing <= 0:

@@ -1,6 +1,6 @@
 """Prompts to measure and to demonstrate with: the built-in set, JSONL files and data sets of the `datasets` library.
 
-Knows nothing of models or chat templates; a prompt is text.
+Knows nothing of models; a prompt is text until `encode_prompt` puts it into a chat template.
 """
 
 import json
@@ -12,6 +12,7 @@ from typing import Any
 
 from datasets import DatasetDict, load_dataset
 from datasets.exceptions import DatasetsError
+from transformers import PreTrainedTokenizerBase
 
 BUILTIN_NAME = "builtin"
 BUILTIN_FILE = "prompts.jsonl"
@@ -127,3 +128,11 @@ def _to_prompt(row: Mapping[str, Any], fields: Sequence[str], source: str, place
     if not isinstance(turns, list) or not turns or not all(isinstance(turn, str) and turn.strip() for turn in turns):
         raise ValueError(f"{place}: `{field}` has to be a text or a list of texts, none empty, but is {row[field]!r}.")
     return Prompt(category=str(row.get("category") or source), turns=tuple(turns))
+
+
+def encode_prompt(tokenizer: PreTrainedTokenizerBase, turns: tuple[str, ...]) -> list[int]:
+    """The ids of the first turn, in the tokenizer's chat template if it has one."""
+    if tokenizer.chat_template is None:
+        return tokenizer(turns[0])["input_ids"]
+    messages = [{"role": "user", "content": turns[0]}]
+    return tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)["input_ids"]

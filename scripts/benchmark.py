@@ -33,13 +33,13 @@ from benchmark_cases import (
     ragged_case,
     speculation_case,
 )
-from loading import encode_prompt, load_model, noisy_draft
+from loading import load_model, noisy_draft
 from rich.console import Console
 from rich.table import Table
 from transformers import AutoModelForCausalLM, HfArgumentParser, set_seed
 
 from hf_specgen import DecodingStats, __version__, tune_linears
-from hf_specgen.prompts import load_prompts
+from hf_specgen.prompts import encode_prompt, load_prompts
 
 CASES = ("speculation", "ragged", "batching", "attention", "overhead", "processors")
 DEFAULT_NUM_ASSISTANT_TOKENS = 5

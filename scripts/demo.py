@@ -13,7 +13,7 @@ import time
 from dataclasses import dataclass, field
 
 import transformers
-from loading import encode_prompt, left_padded, load_model
+from loading import left_padded, load_model
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
@@ -21,7 +21,7 @@ from tqdm import tqdm
 from transformers import HfArgumentParser, PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_specgen import DecodingStats, TokenPenalties, enable_speculation, tune_linears
-from hf_specgen.prompts import Prompt, load_prompts
+from hf_specgen.prompts import Prompt, encode_prompt, load_prompts
 
 CATEGORIES = {"code_editing": 4, "summarisation": 2, "chat": 2}
 NUM_PROMPTS = sum(CATEGORIES.values())

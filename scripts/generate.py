@@ -13,7 +13,7 @@ import time
 from dataclasses import dataclass, field
 
 import torch
-from loading import encode_prompt, load_model
+from loading import load_model
 from transformers import (
     AutoModelForCausalLM,
     HfArgumentParser,
@@ -25,6 +25,7 @@ from transformers import (
 
 from hf_specgen import LogitBias, TokenPenalties, UndecodableMask, enable_speculation, order_logits_processors
 from hf_specgen.cpu_linear import tune_linears
+from hf_specgen.prompts import encode_prompt
 
 NOT_SAMPLING = {"temperature": 1.0, "top_k": 0, "top_p": 1.0}  # values that leave the distribution as it is
 DRAFT_OPTIONS = ("num_assistant_tokens", "assistant_confidence_threshold")

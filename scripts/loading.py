@@ -73,14 +73,6 @@ def noisy_draft(model: PreTrainedModel, noise: float, seed: int = 1) -> PreTrain
     return draft
 
 
-def encode_prompt(tokenizer: PreTrainedTokenizerBase, turns: tuple[str, ...]) -> list[int]:
-    """The ids of the first turn, in the tokenizer's chat template if it has one."""
-    if tokenizer.chat_template is None:
-        return tokenizer(turns[0])["input_ids"]
-    messages = [{"role": "user", "content": turns[0]}]
-    return tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)["input_ids"]
-
-
 def left_padded(prompts: list[list[int]], pad_token_id: int) -> dict[str, torch.Tensor]:
     """A batch for `generate`."""
     longest = max(map(len, prompts))

@@ -1,0 +1,18 @@
+"""DSpark: a block-parallel drafter that reads its target's hidden states (DeepSeek 2026, arXiv 2607.05147)."""
+
+from .calibration import Calibration, ConfidenceRecorder
+from .configuration_dspark import DSparkConfig
+from .convert import convert
+from .drafting_dspark import DSparkDrafter
+from .modeling_dspark import DSparkModel
+from .selfcheck import DSparkCheck
+
+__all__ = [
+    "Calibration",
+    "ConfidenceRecorder",
+    "DSparkCheck",
+    "DSparkConfig",
+    "DSparkDrafter",
+    "DSparkModel",
+    "convert",
+]

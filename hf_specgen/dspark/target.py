@@ -1,0 +1,127 @@
+"""What a drafter takes from its target, whether they fit, and the settings of a new drafter for a target.
+
+Knows transformers models; of the drafter only its configuration and which of its tables are absent.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from ..compatibility import check_vocab_sizes, is_sharded, num_input_ids
+from .configuration_dspark import DSparkConfig, check_tapped_layers
+from .layouts import FAMILY_TYPES, read_layout
+
+if TYPE_CHECKING:
+    from .modeling_dspark import DSparkModel
+
+NEW_DRAFTER = {
+    "num_hidden_layers": 5,
+    "block_size": 7,
+    "markov_rank": 256,
+    "markov_head_type": "vanilla",
+    "enable_confidence_head": True,
+    "confidence_head_with_markov": True,
+}
+NUM_TAPPED_LAYERS = 5
+
+
+def borrowed(target: PreTrainedModel | None, getter: str) -> Any:
+    """The target's embeddings or head, for a drafter without its own."""
+    if target is None:
+        raise ValueError(
+            "This drafter has no token embeddings or head of its own: pass the `target` that it drafts for, or call "
+            "`share_weights(target)` once."
+        )
+    return head_of(target) if getter == "get_output_embeddings" else target.get_input_embeddings()
+
+
+def head_of(target: PreTrainedModel) -> nn.Linear:
+    """The target's output head."""
+    head = target.get_output_embeddings()
+    if head is None:
+        raise ValueError(f"`{type(target).__name__}` has no output head to draft with.")
+    return head
+
+
+def check_target(model: "DSparkModel", target: PreTrainedModel) -> None:
+    """
+    Raises `ValueError` if the drafter cannot be for this target: another width, depth or vocabulary, layers that
+    cannot be tapped, or tables to be taken from a target whose parameters are spread over ranks.
+    """
+    config, target_config = model.config, target.config.get_text_config(decoder=True)
+    for what, own, other in (
+        ("hidden size", config.hidden_size, target_config.hidden_size),
+        ("number of target layers", config.num_target_layers, target_config.num_hidden_layers),
+    ):
+        if own is not None and own != other:
+            raise ValueError(
+                f"The drafter was made for a {what} of {own}, but `{type(target).__name__}` has {other}: it belongs "
+                "to another target."
+            )
+    check_tapped_layers(config.target_layer_ids, target_config.num_hidden_layers)
+    check_vocab_sizes(target_config.vocab_size, config.vocab_size)
+    if model.embed_tokens is not None and model.lm_head is not None:
+        return
+    rows = num_input_ids(target)
+    if rows != config.vocab_size:
+        raise ValueError(
+            f"The drafter takes its embeddings or head from the target, which has {rows} rows, but it was made for a "
+            f"vocabulary of {config.vocab_size}."
+        )
+    if is_sharded(target):
+        raise ValueError(
+            "The drafter takes its embeddings or head from the target, whose parameters are spread over ranks. Save "
+            "it once with `share_weights(target)` and `save_pretrained`, so that it has its own."
+        )
+
+
+def settings_for_target(target: PreTrainedModel, mask_token_id: int, settings: dict[str, Any]) -> dict[str, Any]:
+    """The fields of [`DSparkConfig`] for a new drafter of the target's family."""
+    config = target.config.get_text_config(decoder=True)
+    depth = config.num_hidden_layers
+    drafter = {
+        **NEW_DRAFTER,
+        "mask_token_id": mask_token_id,
+        "target_layer_ids": default_target_layer_ids(depth),
+        "num_target_layers": depth,
+    }
+    if settings.get("markov_rank") == 0:
+        drafter["confidence_head_with_markov"] = False
+    if unknown := set(settings) - set(DSparkConfig.__dataclass_fields__):
+        raise ValueError(f"`{min(unknown)}` is not a field of `DSparkConfig`.")
+    num_layers = settings.get("num_hidden_layers", drafter["num_hidden_layers"])
+    layers = config.to_dict() if config.model_type in FAMILY_TYPES else _plain_layers(config)
+    layers |= {"num_hidden_layers": num_layers, "layer_types": ["full_attention"] * num_layers}
+    fields = read_layout({**layers, **drafter, "num_hidden_layers": num_layers})
+    scale = getattr(target.get_input_embeddings(), "scalar_embed_scale", None)
+    if scale is not None:
+        fields["embedding_scale"] = float(scale)
+    fields["published_config"] = None
+    del fields["model_type"]
+    return fields | settings
+
+
+def _plain_layers(config: Any) -> dict[str, Any]:
+    """Qwen3 layers of the target's width, for families without drafter layers of their own."""
+    num_heads = config.num_attention_heads
+    return {
+        "model_type": "qwen3",
+        "vocab_size": config.vocab_size,
+        "hidden_size": config.hidden_size,
+        "intermediate_size": getattr(config, "intermediate_size", None) or 4 * config.hidden_size,
+        "num_attention_heads": num_heads,
+        "num_key_value_heads": getattr(config, "num_key_value_heads", None) or num_heads,
+        "head_dim": getattr(config, "head_dim", None) or config.hidden_size // num_heads,
+        "max_position_embeddings": config.max_position_embeddings,
+        **{name: getattr(config, name, None) for name in ("bos_token_id", "eos_token_id", "pad_token_id")},
+    }
+
+
+def default_target_layer_ids(num_target_layers: int) -> list[int]:
+    """Five layers spread evenly from the second to the last but two; all that can be tapped of shallow targets."""
+    last = num_target_layers - 3
+    if last < NUM_TAPPED_LAYERS:
+        return list(range(num_target_layers - 1))[-NUM_TAPPED_LAYERS:] or [-1]
+    steps = NUM_TAPPED_LAYERS - 1
+    return [round(1 + index * (last - 1) / steps) for index in range(NUM_TAPPED_LAYERS)]
