@@ -2,6 +2,7 @@
 Speculative against plain and stock assisted generation, all measured in one run:
 
     python scripts/benchmark.py --categories code_editing --num_lookup_tokens 8 --batch_sizes 1 4 --tune_linears
+    python scripts/benchmark.py --model Qwen/Qwen3-4B --draft_model deepseek-ai/dspark_qwen3_4b_block7
     python scripts/benchmark.py --model small --prompt_limit 24 --draft_noise 0.3 --cases speculation ragged batching
     torchrun --nproc-per-node 2 scripts/benchmark.py --model small --draft_noise 0.3
     accelerate launch --num_processes 2 scripts/benchmark.py --model my/target --draft_model my/draft \
@@ -33,12 +34,12 @@ from benchmark_cases import (
     ragged_case,
     speculation_case,
 )
-from loading import load_model, noisy_draft
+from loading import load_draft_model, load_model, noisy_draft
 from rich.console import Console
 from rich.table import Table
-from transformers import AutoModelForCausalLM, HfArgumentParser, set_seed
+from transformers import HfArgumentParser, PreTrainedTokenizerBase, set_seed
 
-from hf_specgen import DecodingStats, __version__, tune_linears
+from hf_specgen import DecodingStats, DSparkModel, __version__, tune_linears
 from hf_specgen.prompts import encode_prompt, load_prompts
 
 CASES = ("speculation", "ragged", "batching", "attention", "overhead", "processors")
@@ -48,13 +49,22 @@ DEFAULT_NUM_ASSISTANT_TOKENS = 5
 @dataclass
 class BenchmarkArguments:
     model: str = field(default="smollm2", metadata={"help": "'smollm2', 'small', a folder or a hub name."})
-    draft_model: str | None = field(default=None, metadata={"help": "A smaller model with the same tokenizer."})
+    tokenizer: str | None = field(
+        default=None, metadata={"help": "Where it is not the model's own; 'bytes' for none."}
+    )
+    draft_model: str | None = field(
+        default=None, metadata={"help": "A DSpark drafter in any layout, or a smaller model with the same tokenizer."}
+    )
     draft_noise: float | None = field(
         default=None, metadata={"help": "Draft with a copy of the target whose head is disturbed by this much."}
     )
     num_lookup_tokens: int = field(default=8, metadata={"help": "Candidates per round by prompt lookup (no draft)."})
     num_assistant_tokens: int | None = field(
-        default=None, metadata={"help": f"Candidates per round of a draft, by default {DEFAULT_NUM_ASSISTANT_TOKENS}."}
+        default=None,
+        metadata={"help": f"Candidates per round of a draft; by default {DEFAULT_NUM_ASSISTANT_TOKENS}, or a block."},
+    )
+    confidence_threshold: float = field(
+        default=0.0, metadata={"help": "A DSpark drafter's candidates count up to the first with less confidence."}
     )
     prompts: str = field(default="builtin", metadata={"help": "'builtin', a .jsonl file or a data set[:column]."})
     categories: list[str] | None = field(default=None, metadata={"help": "Kinds of built-in prompts."})
@@ -86,8 +96,6 @@ class BenchmarkArguments:
                 f"`num_assistant_tokens` needs `draft_model` or `draft_noise`, but is {self.num_assistant_tokens} "
                 "without either. `num_lookup_tokens` is for prompt lookup."
             )
-        if has_draft and self.num_assistant_tokens is None:
-            self.num_assistant_tokens = DEFAULT_NUM_ASSISTANT_TOKENS
 
 
 def main() -> None:
@@ -97,7 +105,7 @@ def main() -> None:
     if args.num_threads is not None:
         torch.set_num_threads(args.num_threads)
     set_seed(args.seed)
-    model, tokenizer = load_model(args.model)
+    model, tokenizer = load_model(args.model, args.tokenizer)
     model.to(state.device)
     texts = load_prompts(args.prompts, args.categories, args.prompt_limit)
     start = 0 if args.max_prompt_tokens is None else -args.max_prompt_tokens
@@ -112,7 +120,8 @@ def main() -> None:
             tokenizer.pad_token_id or 0,
             state.is_main_process,
         )
-    result = run_cases(args, setting, state)
+    draft_kwargs = make_draft_kwargs(args, setting)
+    result = check_draft_model(draft_kwargs, setting, tokenizer) | run_cases(args, setting, draft_kwargs, state)
     if state.is_main_process:
         report = {"settings": asdict(args), "environment": environment(state), **result}
         print_tables(report)
@@ -135,9 +144,10 @@ def start_processes() -> PartialState:
     return state
 
 
-def run_cases(args: BenchmarkArguments, setting: Setting, state: PartialState) -> dict[str, Any]:
+def run_cases(
+    args: BenchmarkArguments, setting: Setting, draft_kwargs: dict[str, Any], state: PartialState
+) -> dict[str, Any]:
     """The results of every case asked for: the first three of all processes, the others of the main one."""
-    draft_kwargs = make_draft_kwargs(args, setting)
     largest = max(args.batch_sizes)
     result: dict[str, Any] = {}
     if "speculation" in args.cases:
@@ -164,16 +174,30 @@ def run_cases(args: BenchmarkArguments, setting: Setting, state: PartialState) -
 def make_draft_kwargs(args: BenchmarkArguments, setting: Setting) -> dict[str, Any]:
     """What to give to `generate` for speculation, the same to transformers and to us."""
     if args.draft_model is not None:
-        draft = AutoModelForCausalLM.from_pretrained(args.draft_model, dtype="auto").eval().to(setting.model.device)
+        draft = load_draft_model(args.draft_model, setting.model)
     elif args.draft_noise is not None:
         draft = noisy_draft(setting.model, args.draft_noise)
     else:
         return {"prompt_lookup_num_tokens": args.num_lookup_tokens}
     # transformers reads these from the draft's configuration only
-    draft.generation_config.num_assistant_tokens = args.num_assistant_tokens
-    draft.generation_config.num_assistant_tokens_schedule = "constant"
-    draft.generation_config.assistant_confidence_threshold = 0.0
+    own = draft.generation_config
+    own.num_assistant_tokens_schedule = "constant"
+    own.assistant_confidence_threshold = 0.0
+    if isinstance(draft, DSparkModel):
+        draft.confidence_threshold = args.confidence_threshold
+    if args.num_assistant_tokens is not None or not isinstance(draft, DSparkModel):
+        own.num_assistant_tokens = args.num_assistant_tokens or DEFAULT_NUM_ASSISTANT_TOKENS
     return {"assistant_model": draft}
+
+
+def check_draft_model(
+    draft_kwargs: dict[str, Any], setting: Setting, tokenizer: PreTrainedTokenizerBase
+) -> dict[str, Any]:
+    """What a DSpark drafter's own check says of it, on the main process."""
+    draft = draft_kwargs.get("assistant_model")
+    if not setting.is_main or not isinstance(draft, DSparkModel):
+        return {}
+    return {"drafter_check": asdict(draft.check(setting.model, tokenizer))}
 
 
 def merged(lines: list[Measurement]) -> list[dict[str, Any]]:
@@ -234,9 +258,17 @@ def print_tables(report: dict[str, Any]) -> None:
         f"{environment['num_processes']} processes, torch {environment['torch']}, "
         f"transformers {environment['transformers']}"
     )
+    if "drafter_check" in report:
+        for name, length in report["drafter_check"]["alternatives"].items():
+            console.print(f"check of the drafter: {length:.2f} tokens per round with {name}")
+        for finding in report["drafter_check"]["findings"]:
+            console.print(f"check of the drafter: {finding}")
     for case in ("speculation", "ragged", "batching"):
         if case in report:
             console.print(measurement_table(case, report[case]))
+    for line in report.get("speculation", []):
+        if line["name"] == "speculative":
+            console.print(position_table(line))
     for entry in report.get("attention", []):
         console.print(
             f"{entry['new_positions']} positions over {entry['cached_tokens']} cached, {entry['linears']} linears: "
@@ -270,6 +302,19 @@ def measurement_table(title: str, lines: list[dict[str, Any]]) -> Table:
             f"{stats['mean_accepted_length']:.2f}" if stats.get("drafting_rounds") else "",
             " ".join(f"{share:.1f}" for share in stats.get("survival", [])[:8]),
         )
+    return table
+
+
+def position_table(line: dict[str, Any]) -> Table:
+    """How candidates fared by their place in the block."""
+    stats = line["stats"]
+    title = f"candidates by position, batch {line['batch_size']}: {stats['mean_accepted_length']:.2f} tokens per round"
+    table = Table(title=title)
+    for name in ("position", "proposed", "kept", "kept of proposed", "kept if those before are"):
+        table.add_column(name, justify="right")
+    rows = zip(stats["proposed"], stats["accepted"], stats["survival"], stats["conditional_acceptance"])
+    for position, (proposed, accepted, survival, conditional) in enumerate(rows, start=1):
+        table.add_row(str(position), str(proposed), str(accepted), f"{survival:.3f}", f"{conditional:.3f}")
     return table
 
 

@@ -10,10 +10,11 @@ from typing import Any
 
 import torch
 from loading import left_padded
+from reference_dspark import reference_generate
 from tqdm import tqdm
 from transformers import PreTrainedModel, RepetitionPenaltyLogitsProcessor
 
-from hf_specgen import Decoder, DecodingStats, Request, TokenPenalties, enable_speculation
+from hf_specgen import Decoder, DecodingStats, DSparkModel, Request, TokenPenalties, enable_speculation
 from hf_specgen.attention import grouped_attention
 from hf_specgen.cache import SlotCache
 from hf_specgen.cpu_linear import tune_linears
@@ -179,13 +180,25 @@ def speculation_case(setting: Setting, batch_size: int, draft_kwargs: dict, is_t
         return Runner(name, run, tuned, partial(run, max_new_tokens=1))
 
     runners = [runner("plain generate", plain)]
+    draft = draft_kwargs.get("assistant_model")
     if batch_size == 1:
+        if isinstance(draft, DSparkModel) and not setting.generate_kwargs["do_sample"]:
+            run = partial(reference_case, draft, setting)
+            runners.append(Runner("straightforward DSpark loop", run, prefill=partial(run, max_new_tokens=1)))
         runners.append(runner("stock assisted generate", plain, **draft_kwargs))
     runners.append(runner("speculative", ours, **draft_kwargs))
     if is_tuned:
         runners.append(runner("plain generate, tuned linears", plain, tuned=True))
         runners.append(runner("speculative, tuned linears", ours, tuned=True, **draft_kwargs))
     return measure(runners, setting, batch_size, setting.generate_kwargs["do_sample"])
+
+
+def reference_case(draft: DSparkModel, setting: Setting, max_new_tokens: int | None = None) -> tuple[Outputs, None]:
+    """The loop of reference_dspark.py over the prompts, one by one."""
+    count = setting.generate_kwargs["max_new_tokens"] if max_new_tokens is None else max_new_tokens
+    eos = setting.model.generation_config.eos_token_id
+    eos_ids = set() if eos is None else {eos} if isinstance(eos, int) else set(eos)
+    return [reference_generate(setting.model, draft, prompt, count, eos_ids) for prompt in setting.prompts], None
 
 
 def ragged_case(setting: Setting, seats: int) -> list[Measurement]:

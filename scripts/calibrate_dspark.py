@@ -186,6 +186,11 @@ def print_table(calibration: Calibration, held_out: ConfidenceRecords) -> None:
             change(calibration.auroc_before[position], calibration.auroc_after[position]),
             change(calibration.brier_before[position], calibration.brier_after[position]),
         )
+    if sum(calibration.ece_after) >= sum(calibration.ece_before):
+        table.caption = (
+            "The error did not fall on held-out prompts: the confidence needs no temperatures, or there are too few "
+            "blocks to find them."
+        )
     Console(width=110).print(table)
 
 

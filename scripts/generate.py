@@ -13,9 +13,8 @@ import time
 from dataclasses import dataclass, field
 
 import torch
-from loading import load_model
+from loading import load_draft_model, load_model
 from transformers import (
-    AutoModelForCausalLM,
     HfArgumentParser,
     LogitsProcessorList,
     PreTrainedTokenizerBase,
@@ -35,7 +34,12 @@ DRAFT_OPTIONS = ("num_assistant_tokens", "assistant_confidence_threshold")
 class GenerateArguments:
     prompt: str = field(metadata={"help": "What to answer."})
     model: str = field(default="smollm2", metadata={"help": "'smollm2', 'small', a folder or a hub name."})
-    draft_model: str | None = field(default=None, metadata={"help": "A smaller model with the same tokenizer."})
+    tokenizer: str | None = field(
+        default=None, metadata={"help": "Where it is not the model's own; 'bytes' for none."}
+    )
+    draft_model: str | None = field(
+        default=None, metadata={"help": "A DSpark drafter, or a smaller model with the same tokenizer."}
+    )
     num_lookup_tokens: int | None = field(default=None, metadata={"help": "Candidates per round by prompt lookup."})
     num_assistant_tokens: int | None = field(default=None, metadata={"help": "Candidates per round of the draft."})
     assistant_confidence_threshold: float | None = field(
@@ -84,13 +88,13 @@ def read_logit_bias(text: str) -> LogitBias:
 def main() -> None:
     (args,) = HfArgumentParser(GenerateArguments).parse_args_into_dataclasses()
     set_seed(args.seed)
-    model, tokenizer = load_model(args.model)
+    model, tokenizer = load_model(args.model, args.tokenizer)
     enable_speculation(model)
     if args.tune_linears:
         tune_linears(model)
     draft = None
     if args.draft_model is not None:
-        draft = AutoModelForCausalLM.from_pretrained(args.draft_model, dtype="auto").eval()
+        draft = load_draft_model(args.draft_model, model)
     input_ids = torch.tensor([encode_prompt(tokenizer, (args.prompt,))])
     settings = {
         "assistant_model": draft,

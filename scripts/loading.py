@@ -9,29 +9,44 @@ from transformers import (
     AutoTokenizer,
     LlamaConfig,
     LlamaForCausalLM,
+    PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
     PreTrainedTokenizerFast,
 )
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
+from hf_specgen import DSparkModel
+from hf_specgen.dspark.layouts import is_drafter
 from hf_specgen.embedded_model import load_embedded_model
 
-EMBEDDED, SMALL = "smollm2", "small"
+EMBEDDED, SMALL, BYTES = "smollm2", "small", "bytes"
 
 
-def load_model(name: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+def load_model(name: str, tokenizer_name: str | None = None) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """
     Loads a target and its tokenizer.
 
     Args:
         name (`str`): `"smollm2"` (embedded, see [`load_embedded_model`]), `"small"` (4M random parameters over bytes),
             or whatever `from_pretrained` takes.
+        tokenizer_name (`str`, *optional*): where its tokenizer is, if not there; `"bytes"` for models whose ids are
+            bytes.
     """
     if name == EMBEDDED:
         return load_embedded_model()
     if name == SMALL:
         return small_model(), byte_tokenizer()
-    return AutoModelForCausalLM.from_pretrained(name, dtype="auto").eval(), AutoTokenizer.from_pretrained(name)
+    model = AutoModelForCausalLM.from_pretrained(name, dtype="auto").eval()
+    if tokenizer_name == BYTES:
+        return model, byte_tokenizer(is_padding_first=False)
+    return model, AutoTokenizer.from_pretrained(name if tokenizer_name is None else tokenizer_name)
+
+
+def load_draft_model(name: str, target: PreTrainedModel) -> PreTrainedModel:
+    """A drafter for `target`: a DSpark or DFlash checkpoint in any layout, or a smaller causal language model."""
+    model_class = DSparkModel if is_drafter(PreTrainedConfig.get_config_dict(name)[0]) else AutoModelForCausalLM
+    return model_class.from_pretrained(name, dtype=target.dtype).eval().to(target.device)
 
 
 def small_model(seed: int = 0) -> PreTrainedModel:
@@ -53,10 +68,10 @@ def small_model(seed: int = 0) -> PreTrainedModel:
     return LlamaForCausalLM(config).eval()
 
 
-def byte_tokenizer() -> PreTrainedTokenizerFast:
-    """One token per byte; id 0 is padding."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocabulary = {"<pad>": 0} | {character: index for index, character in enumerate(alphabet, start=1)}
+def byte_tokenizer(is_padding_first: bool = True) -> PreTrainedTokenizerFast:
+    """One token per byte. Padding is id 0 and a byte's id one more than the byte; or ids are bytes, 258 is padding."""
+    vocabulary = {character: byte + is_padding_first for byte, character in bytes_to_unicode().items()}
+    vocabulary |= {"<pad>": 0} if is_padding_first else {"<s>": 256, "</s>": 257, "<pad>": 258}
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()

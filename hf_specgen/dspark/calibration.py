@@ -228,7 +228,7 @@ class Calibration:
         if num_candidates != len(self.temperatures):
             raise ValueError(
                 f"The calibration was fitted for blocks of {len(self.temperatures)} candidates, but the drafter "
-                f"proposes {num_candidates}; refit with scripts/calibrate_dspark.py, the old file out of the way."
+                f"proposes {num_candidates}; refit with scripts/calibrate_dspark.py after removing the old file."
             )
 
     def save(self, folder: str | os.PathLike[str]) -> Path:

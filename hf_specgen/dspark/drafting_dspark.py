@@ -215,4 +215,5 @@ def make_drafter(model: "DSparkModel", generation_config: GenerationConfig) -> D
     threshold = generation_config.assistant_confidence_threshold
     threshold = model.confidence_threshold if threshold is None else check_threshold(threshold)
     policy = ConfidenceThreshold(threshold) if threshold > 0 else None
-    return DSparkDrafter(model, generation_config.num_assistant_tokens, policy)
+    count = generation_config.num_assistant_tokens
+    return DSparkDrafter(model, model.generation_config.num_assistant_tokens if count is None else count, policy)

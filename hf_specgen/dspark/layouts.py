@@ -42,6 +42,7 @@ DRAFTER_FIELDS = (
     "draft_vocab_size",
     "num_anchors",
 )
+ESSENTIAL_FIELDS = ("block_size", "mask_token_id", "target_layer_ids")
 FAMILY_FIELDS = (
     "qk_norm",
     "attention_bias",
@@ -58,6 +59,14 @@ FAMILY_TYPES = ("qwen3", "qwen2", "llama", "mistral", *GEMMA4_TYPES)
 OTHER_NAMES = {"noise_token_id": "mask_token_id"}  # of DeepSeek-V4's own configuration
 
 
+def is_drafter(config: dict[str, Any]) -> bool:
+    """Whether a config.json is that of a DSpark or DFlash drafter, in any layout."""
+    if config.get("model_type") == "dspark" or config.get("speculators_model_type") in ("dspark", "dflash"):
+        return True
+    settings = _flat_settings(config)
+    return "speculators_model_type" not in config and all(settings.get(name) is not None for name in ESSENTIAL_FIELDS)
+
+
 def read_layout(config: dict[str, Any]) -> dict[str, Any]:
     """
     The fields of `DSparkConfig` from a config.json of any layout.
@@ -69,7 +78,7 @@ def read_layout(config: dict[str, Any]) -> dict[str, Any]:
         return config
     is_speculators = "speculators_model_type" in config or "transformer_layer_config" in config
     settings = _speculators_settings(config) if is_speculators else _flat_settings(config)
-    if missing := [name for name in ("block_size", "mask_token_id", "target_layer_ids") if name not in settings]:
+    if missing := [name for name in ESSENTIAL_FIELDS if settings.get(name) is None]:
         raise ValueError(
             f"This config.json (architectures {config.get('architectures')}) is not that of a DSpark or DFlash "
             f"drafter: it has no {', '.join(f'`{name}`' for name in missing)}."
