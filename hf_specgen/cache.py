@@ -143,22 +143,25 @@ class SlotCache(Cache):
             device (`torch.device`):
                 Where the model takes its inputs.
         """
-        starts = self.lengths[rows]
-        width = int(starts.max()) + num_new
+        starts, counts = self.lengths[rows].tolist(), num_tokens.tolist()
+        width = max(starts) + num_new
         if self.capacity is not None and width > self.capacity:
             raise ValueError(f"The cache has a `capacity` of {self.capacity} columns, but {width} are needed.")
         if width > self.num_columns:
             wanted = max(width, self.num_columns * 3 // 2)
             self.num_columns = -(-wanted // GROWTH_CHUNK) * GROWTH_CHUNK
-        columns = starts[:, None] + torch.arange(num_new)
-        last_positions = starts + (num_tokens - 1).clamp(min=0)
+        columns = torch.tensor([range(start, start + num_new) for start in starts]).to(device, non_blocking=True)
+        position_ids = columns
+        if min(counts) < num_new:
+            last = [start + max(count - 1, 0) for start, count in zip(starts, counts)]
+            position_ids = columns.clamp(max=torch.tensor(last).to(device, non_blocking=True)[:, None])
         self.write = SlotWrite(
             first_row=rows.start,
             num_rows=rows.stop - rows.start,
-            columns=columns.to(device, non_blocking=True),
-            position_ids=torch.minimum(columns, last_positions[:, None]).to(device, non_blocking=True),
+            columns=columns,
+            position_ids=position_ids,
             width=width if self.capacity is None else self.capacity,
-            common_start=int(starts[0]) if bool((starts == starts[0]).all()) else None,
+            common_start=starts[0] if min(starts) == max(starts) else None,
         )
         return self.write
 

@@ -27,7 +27,6 @@ from rich.console import Console
 from rich.table import Table
 from tqdm import tqdm
 from transformers import (
-    AutoTokenizer,
     HfArgumentParser,
     LogitsProcessorList,
     PreTrainedModel,
@@ -37,10 +36,8 @@ from transformers import (
     set_seed,
 )
 
-from hf_specgen import Decoder, DecodingRules, Request
+from hf_specgen import Decoder, DecodingRules, DSparkDrafter, DSparkModel, Request
 from hf_specgen.dspark.calibration import Calibration, ConfidenceRecorder, ConfidenceRecords, calibrate
-from hf_specgen.dspark.drafting_dspark import DSparkDrafter
-from hf_specgen.dspark.modeling_dspark import DSparkModel
 from hf_specgen.dspark.reliability import plot_reliability
 from hf_specgen.prompts import encode_prompt, load_prompts
 
@@ -49,7 +46,9 @@ from hf_specgen.prompts import encode_prompt, load_prompts
 class CalibrateArguments:
     target: str = field(metadata={"help": "The target: a folder or a hub name."})
     drafter: str = field(metadata={"help": "Its DSpark drafter, with a confidence head: a folder or a hub name."})
-    tokenizer: str | None = field(default=None, metadata={"help": "A tokenizer other than the target's."})
+    tokenizer: str | None = field(
+        default=None, metadata={"help": "Where it is not the target's own; 'bytes' for none."}
+    )
     prompts: str = field(default="builtin", metadata={"help": "'builtin', a .jsonl file or a data set[:column]."})
     prompt_limit: int | None = field(default=None, metadata={"help": "How many prompts, all by default."})
     max_new_tokens: int = field(default=512, metadata={"help": "The most tokens per prompt."})
@@ -99,7 +98,7 @@ def main() -> None:
     transformers.logging.set_verbosity_error()
     state = start_processes()
     set_seed(args.seed)
-    target, tokenizer = load_target(args)
+    target, tokenizer = load_model(args.target, args.tokenizer)
     target.to(state.device)
     drafter_model = load_drafter(args.drafter).to(state.device)
     fit_requests, held_out_requests = make_requests(args, target, tokenizer)
@@ -115,12 +114,6 @@ def main() -> None:
         print_table(calibration, held_out)
         print(json.dumps(report))
     state.destroy_process_group()
-
-
-def load_target(args: CalibrateArguments) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """The target and the tokenizer of its prompts."""
-    model, tokenizer = load_model(args.target)
-    return model, tokenizer if args.tokenizer is None else AutoTokenizer.from_pretrained(args.tokenizer)
 
 
 def load_drafter(name: str) -> DSparkModel:

@@ -19,7 +19,7 @@ def reference_generate(
     cache, draft_cache = DynamicCache(config=target.config), DynamicCache(config=draft.config)
     outputs = target(torch.tensor([prompt_ids], device=device), cache=cache, output_hidden_states=True)
     features = tapped(draft, outputs.hidden_states)
-    generated = [outputs.logits[0, -1].argmax().item()]
+    generated = [int(outputs.logits[0, -1].argmax())]
     while len(generated) < max_new_tokens and generated[-1] not in eos_ids:
         start = len(prompt_ids) + len(generated) - 1
         candidate_ids = drafted(draft, target, draft_cache, features, generated[-1], start)
@@ -59,7 +59,7 @@ def drafted(
     chosen_ids: list[int] = []
 
     def choose(index: int, logits: Tensor) -> Tensor:
-        chosen_ids.append(logits[0].argmax().item())
+        chosen_ids.append(int(logits[0].argmax()))
         return torch.tensor(chosen_ids[-1:], device=logits.device)
 
     draft.unroll(states, draft.base_logits(states, target), block_ids[:, 0], choose, has_confidence=False)

@@ -112,11 +112,13 @@ def _fit(head: nn.Module, bigrams: torch.Tensor, generator: torch.Generator) -> 
 
 
 def _spread_confidences(model: DSparkModel, generator: torch.Generator) -> None:
-    """Confidences of every size, which depend on the context and on the token before."""
+    """Confidences on both sides of a half, which depend on the token before and a little on the context."""
     proj, hidden_size = model.confidence_head.proj, model.config.hidden_size
     weight = torch.randn(proj.weight.shape, generator=generator)
-    weight[:, :hidden_size] /= model.norm.weight.mean() * hidden_size**0.5
+    weight[:, :hidden_size] *= 0.5 / (model.norm.weight.mean() * hidden_size**0.5)
+    proj.bias.fill_(0.8)
     if proj.weight.shape[1] > hidden_size:
-        weight[:, hidden_size:] /= model.markov_head.markov_w1.weight.norm(dim=-1).mean()
+        of_tokens = model.markov_head.markov_w1.weight @ weight[0, hidden_size:]
+        weight[:, hidden_size:] *= 1.5 / of_tokens.std()
+        proj.bias -= 1.5 * of_tokens.mean() / of_tokens.std()
     proj.weight.copy_(weight)
-    proj.bias.fill_(0.5)

@@ -37,9 +37,12 @@ class DSparkRotaryEmbedding(nn.Module):
         return 1.0 / base**exponents, 1.0
 
     def forward(self, position_ids: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        angles = position_ids[:, None, :, None].float() * self.inv_freq.float()
+        angles = position_ids[:, None, :, None] * self.inv_freq.float()
         angles = torch.cat([angles, angles], dim=-1)
-        return (angles.cos() * self.attention_scaling).to(dtype), (angles.sin() * self.attention_scaling).to(dtype)
+        cos, sin = angles.cos(), angles.sin()
+        if self.attention_scaling != 1.0:
+            cos, sin = cos * self.attention_scaling, sin * self.attention_scaling
+        return cos.to(dtype), sin.to(dtype)
 
 
 def rotate(states: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
@@ -59,7 +62,8 @@ def attend(query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | N
     groups = query.shape[1] // key.shape[1]
     if attention_mask is not None and attention_mask.shape[2] > 1:
         return sdpa(query, key, value, attention_mask, is_causal=False, enable_gqa=groups > 1, **settings)
-    grouped = query.unflatten(1, (-1, groups)).flatten(2, 3)
+    rows, _, new, head_dim = query.shape
+    grouped = query.reshape(rows, key.shape[1], groups * new, head_dim)
     return sdpa(grouped, key, value, attention_mask, is_causal=False, **settings).reshape(query.shape)
 
 
@@ -76,8 +80,8 @@ class DSparkAttention(nn.Module):
 
     def __init__(self, config: DSparkConfig, layer_idx: int):
         super().__init__()
-        self.config = config
         self.layer_idx = layer_idx
+        self.attention_dropout = config.attention_dropout
         self.head_dim = config.head_dim
         self.scaling = config.head_dim**-0.5 if config.attention_scale is None else config.attention_scale
         width, kv_width = config.num_attention_heads * self.head_dim, config.num_key_value_heads * self.head_dim
@@ -100,7 +104,7 @@ class DSparkAttention(nn.Module):
         return rotate(key_states, rotary), value_states
 
     def _heads(self, states: Tensor) -> Tensor:
-        return states.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+        return states.view(*states.shape[:2], -1, self.head_dim).transpose(1, 2)
 
     def forward(
         self,
@@ -120,7 +124,7 @@ class DSparkAttention(nn.Module):
             context_keys, context_values = self.keys_values(context.features, context.rotary)
             key_states = torch.cat([context_keys, key_states], dim=2)
             value_states = torch.cat([context_values, value_states], dim=2)
-        dropout = self.config.attention_dropout if self.training else 0.0
+        dropout = self.attention_dropout if self.training else 0.0
         output = attend(query_states, key_states, value_states, attention_mask, scale=self.scaling, dropout_p=dropout)
         return self.o_proj(output.transpose(1, 2).flatten(2))
 

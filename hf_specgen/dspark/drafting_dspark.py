@@ -104,12 +104,12 @@ class DSparkDrafter(Drafter):
         k = int(limits.max())
         if k == 0:
             return Candidates.none(rows.num_spanned, rows.device)
-        model, span = self.draft_model, rows.span
+        model, device = self.draft_model, self.draft_model.fc.weight.device
         anchors = [0 if r is None else r.committed_from(r.num_committed - 1)[0] for r in rows.spanned]
-        anchor_ids = known_ids(model, torch.tensor(anchors).to(model.device, non_blocking=True))
-        states = draft_block(model, rows.model, _cache_of(rows), span, anchor_ids)[:, :k]
+        anchor_ids = known_ids(model, torch.tensor(anchors).to(device, non_blocking=True))
+        states = draft_block(model, rows.model, _cache_of(rows), rows.span, anchor_ids)[:, :k]
         self.num_forwards += 1
-        block = _Block(rows, limits, model.device)
+        block = _Block(rows, limits, device)
         logits = model.base_logits(states, rows.model)
         self.confidence_logits = model.unroll(states, logits, anchor_ids, block.choose, self._has_confidence())
         is_live = torch.tensor([request is not None for request in rows.spanned])
@@ -131,6 +131,7 @@ class _Block:
 
     def __init__(self, rows: Rows, limits: Tensor, device: torch.device):
         self.rows = rows
+        self.vocab_size = rows.model.config.get_text_config().vocab_size
         self.limits = limits.clone()
         self.device = device
         self.do_sample = [request is not None and request.rules.do_sample for request in rows.spanned]
@@ -144,7 +145,9 @@ class _Block:
     def choose(self, index: int, logits: Tensor) -> Tensor:
         """Candidate `index` of every row from its corrected logits `(rows, vocab)`."""
         rows = self.rows
-        logits = with_vocab(logits, rows.model.config.get_text_config().vocab_size).to(rows.device)
+        if logits.shape[-1] != self.vocab_size:
+            logits = with_vocab(logits, self.vocab_size)
+        logits = logits.to(rows.device)
         scores = score(rows, logits[:, None], self.token_ids, self.limits.clamp(max=index), first=index)[:, 0]
         for row in rows.failures:  # whether it matters is for the verification to find out
             self.limits[row] = min(int(self.limits[row]), index)
@@ -170,8 +173,9 @@ def known_ids(model: "DSparkModel", token_ids: Tensor) -> Tensor:
 
 def tapped_states(model: "DSparkModel", hidden_states: Sequence[Tensor]) -> Tensor:
     """The hidden states that the drafter taps, side by side: `(rows, tokens, layers * hidden_size)`."""
-    taps = [hidden_states[layer + 1].to(model.device, model.dtype) for layer in model.config.target_layer_ids]
-    return torch.cat(taps, dim=-1)
+    weight = model.fc.weight
+    taps = [hidden_states[layer + 1].to(weight.device) for layer in model.config.target_layer_ids]
+    return torch.cat(taps, dim=-1).to(weight.dtype)
 
 
 def draft_block(
@@ -183,12 +187,11 @@ def draft_block(
     Returns:
         `torch.Tensor` of shape `(rows, num_candidates, hidden_size)`: the states of the slots that predict.
     """
-    config = model.config
-    block_ids = anchor_ids.new_full((len(anchor_ids), config.block_size), config.mask_token_id)
+    config, num_slots = model.config, model.config.block_size
+    block_ids = anchor_ids.new_full((len(anchor_ids), num_slots), config.mask_token_id)
     block_ids[:, 0] = anchor_ids
-    num_tokens = torch.full((len(anchor_ids),), config.block_size)
-    write = cache.begin(rows, num_tokens, config.block_size, anchor_ids.device)
-    mask = _block_mask(write, model.dtype)
+    write = cache.begin(rows, torch.full((len(anchor_ids),), num_slots), num_slots, anchor_ids.device)
+    mask = _block_mask(write, model.fc.weight.dtype)
     states = model(block_ids, write.position_ids, attention_mask=mask, cache=cache, target=target).last_hidden_state
     return states if config.sample_from_anchor else states[:, 1:]
 

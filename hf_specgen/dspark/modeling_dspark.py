@@ -131,10 +131,12 @@ class DSparkModel(DSparkPreTrainedModel):
     def embed(self, token_ids: Tensor, target: PreTrainedModel | None = None) -> Tensor:
         """Token embeddings `(..., hidden_size)`, the target's if the drafter has none."""
         table = borrowed(target, "get_input_embeddings") if self.embed_tokens is None else self.embed_tokens
-        weight = table.weight
-        embeddings = nn.functional.embedding(token_ids.to(weight.device), weight).to(self.device, self.dtype)
-        scale = torch.tensor(self.config.embedding_scale, dtype=self.dtype).item()  # rounded as Gemma rounds it
-        return embeddings if scale == 1.0 else embeddings * scale
+        own, weight = self.fc.weight, table.weight
+        embeddings = nn.functional.embedding(token_ids.to(weight.device), weight).to(own.device, own.dtype)
+        scale = self.config.embedding_scale
+        if scale == 1.0:
+            return embeddings
+        return embeddings * torch.tensor(scale, dtype=own.dtype).item()  # rounded as Gemma rounds it
 
     def base_logits(self, states: Tensor, target: PreTrainedModel | None = None) -> Tensor:
         """Logits `(..., draft_vocab)` before the Markov head, in fp32; the target's head if the drafter has none."""
@@ -172,6 +174,9 @@ class DSparkModel(DSparkPreTrainedModel):
             wanted or there is no confidence head.
         """
         previous_ids, memory, embedding = anchor_ids, None, None
+        confidence_head = self.confidence_head if has_confidence else None
+        sees_embedding = self.config.confidence_head_with_markov
+        is_reduced = self.config.draft_vocab_size is not None
         confidences = []
         for index in range(states.shape[1]):
             logits = base_logits[:, index]
@@ -179,16 +184,13 @@ class DSparkModel(DSparkPreTrainedModel):
                 embedding = self.markov_head.embed(previous_ids)
                 bias, memory = self.markov_head.step(embedding, states[:, index], memory)
                 logits = logits + bias
-            if has_confidence and self.confidence_head is not None:
-                features = embedding if self.config.confidence_head_with_markov else None
-                confidences.append(self.confidence_head(states[:, index], features))
-            previous_ids = choose(index, self.over_target_vocab(logits))
+            if confidence_head is not None:
+                confidences.append(confidence_head(states[:, index], embedding if sees_embedding else None))
+            previous_ids = choose(index, self.over_target_vocab(logits) if is_reduced else logits)
         return torch.stack(confidences, dim=1) if confidences else None
 
     def over_target_vocab(self, logits: Tensor) -> Tensor:
-        """Logits `(..., draft_vocab)` as `(..., vocab)`; ids that are not drafted get -inf."""
-        if self.config.draft_vocab_size is None:
-            return logits
+        """Logits `(..., draft_vocab)` over a reduced vocabulary as `(..., vocab)`; ids outside it get -inf."""
         target_ids = torch.arange(len(self.d2t), device=logits.device) + self.d2t
         full = logits.new_full((*logits.shape[:-1], self.config.vocab_size), -torch.inf)
         return full.index_copy(-1, target_ids, logits)
