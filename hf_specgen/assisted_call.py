@@ -73,7 +73,7 @@ class AssistedCall:
         has_hook = settings.on_round is not None or settings.trace
         is_simple = all(type(criterion) in SIMPLE_CRITERIA for criterion in self.stopping_criteria)
         models = [self.model, *([assistant_model] if isinstance(assistant_model, PreTrainedModel) else [])]
-        is_served = all(is_served_by_transformers(model) for model in models)
+        is_served = all(map(is_served_by_transformers, models)) and not isinstance(assistant_model, Drafter)
         if len(self.input_ids) > 1 or not is_simple or synced_gpus or has_hook or not is_served:
             raise ValueError(
                 f"Speculative decoding cannot serve this call: {reason}. transformers' own loop "

@@ -219,7 +219,8 @@ def generate_candidates(
     num_padding = 0 if attention_mask is None else int((attention_mask[0] == 0).sum())
     length = 0
     if session.take_in(input_ids.shape[1] - 1 - num_padding, num_padding):
-        length = session.draft(choice, max_new_tokens)
+        asked = generation_config.num_assistant_tokens  # by the call; transformers itself reads the drafter's only
+        length = session.draft(choice, max_new_tokens if asked is None else min(max_new_tokens, asked))
     if length == 0:
         choice.guess(model.config)
         length = 1

@@ -109,7 +109,7 @@ class DSparkDrafter(Drafter):
         anchor_ids = known_ids(model, torch.tensor(anchors).to(device, non_blocking=True))
         states = draft_block(model, rows.model, _cache_of(rows), rows.span, anchor_ids)[:, :k]
         self.num_forwards += 1
-        block = _Block(rows, limits, device)
+        block = _Block(rows, limits, model)
         logits = model.base_logits(states, rows.model)
         self.confidence_logits = model.unroll(states, logits, anchor_ids, block.choose, self._has_confidence())
         is_live = torch.tensor([request is not None for request in rows.spanned])
@@ -129,11 +129,12 @@ class DSparkDrafter(Drafter):
 class _Block:
     """The candidates of a round while they are chosen, one per call of `choose`."""
 
-    def __init__(self, rows: Rows, limits: Tensor, device: torch.device):
+    def __init__(self, rows: Rows, limits: Tensor, model: "DSparkModel"):
         self.rows = rows
+        self.model = model
         self.vocab_size = rows.model.config.get_text_config().vocab_size
+        self.is_known = self.vocab_size <= model.config.vocab_size
         self.limits = limits.clone()
-        self.device = device
         self.do_sample = [request is not None and request.rules.do_sample for request in rows.spanned]
         self.is_sampling = any(self.do_sample)
         if self.is_sampling:
@@ -147,8 +148,9 @@ class _Block:
         rows = self.rows
         if logits.shape[-1] != self.vocab_size:
             logits = with_vocab(logits, self.vocab_size)
-        logits = logits.to(rows.device)
-        scores = score(rows, logits[:, None], self.token_ids, self.limits.clamp(max=index), first=index)[:, 0]
+        scores = score(
+            rows, logits.to(rows.device)[:, None], self.token_ids, self.limits.clamp(max=index), first=index
+        )[:, 0]
         for row in rows.failures:  # whether it matters is for the verification to find out
             self.limits[row] = min(int(self.limits[row]), index)
         chosen_ids = scores.argmax(dim=-1)
@@ -158,7 +160,8 @@ class _Block:
             chosen_ids = torch.where(self.sampling_rows, sampled_ids, chosen_ids)
             self.laws.append(law)
         self.token_ids = torch.cat([self.token_ids, chosen_ids[:, None]], dim=1)
-        return chosen_ids.to(self.device)
+        chosen_ids = chosen_ids.to(logits.device)
+        return chosen_ids if self.is_known else known_ids(self.model, chosen_ids)
 
 
 def _cache_of(rows: Rows) -> SlotCache:

@@ -23,6 +23,8 @@ from .pretrained_dspark import DSparkPreTrainedModel
 from .selfcheck import DSparkCheck, check_drafter
 from .target import borrowed, check_target, head_of, settings_for_target
 
+PLAIN_TYPES = (torch.float32, torch.bfloat16, torch.float16)
+
 
 class DSparkModel(DSparkPreTrainedModel):
     """
@@ -141,7 +143,10 @@ class DSparkModel(DSparkPreTrainedModel):
     def base_logits(self, states: Tensor, target: PreTrainedModel | None = None) -> Tensor:
         """Logits `(..., draft_vocab)` before the Markov head, in fp32; the target's head if the drafter has none."""
         head = borrowed(target, "get_output_embeddings") if self.lm_head is None else self.lm_head
-        logits = head(states.to(head.weight.device, head.weight.dtype)).to(states.device, torch.float32)
+        dtype = (
+            head.weight.dtype if head.weight.dtype in PLAIN_TYPES else states.dtype
+        )  # a quantized head casts itself
+        logits = head(states.to(head.weight.device, dtype)).to(states.device, torch.float32)
         cap = self.config.final_logit_softcapping
         return logits if cap is None else torch.tanh(logits / cap) * cap
 

@@ -74,7 +74,10 @@ class DSparkPreTrainedModel(PreTrainedModel):
         Raises:
             `ValueError`: if the layout cannot express this drafter.
         """
+        if kwargs.get("push_to_hub"):
+            raise ValueError("`push_to_hub` would send a half-written folder: call `model.push_to_hub(name)` instead.")
         contents = self.config.to_layout(layout)
+        contents["dtype"] = str(self.dtype).removeprefix("torch.")
         state_dict = self.state_dict() if kwargs.get("state_dict") is None else kwargs["state_dict"]
         if layout == "speculators":
             state_dict = {name: tensor for name, tensor in state_dict.items() if name not in self._tables()}
@@ -86,6 +89,8 @@ class DSparkPreTrainedModel(PreTrainedModel):
         kwargs["state_dict"] = _with_own_memory(state_dict)
         super().save_pretrained(save_directory, **kwargs)
         if kwargs.get("is_main_process", True):
+            if layout == "dspark":
+                contents["architectures"] = [type(self).__name__]
             rewrite_saved(save_directory, contents, self.confidence_threshold, self.calibration)
 
 
