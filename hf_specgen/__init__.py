@@ -16,12 +16,14 @@ from .logits_process import (
     order_logits_processors,
 )
 from .request import DecodingRules, Request
+from .seating import CacheLimits
 from .stats import DecodingStats
 from .verification import Candidates, Verification, verify
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "CacheLimits",
     "Candidates",
     "CausalLMDrafter",
     "ConfidenceThreshold",

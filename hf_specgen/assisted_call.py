@@ -25,6 +25,7 @@ from .compatibility import is_served_by_transformers, is_sharded, unsupported_re
 from .decoder import Decoder
 from .drafting import Drafter
 from .request import DecodingRules, PaddedBatch, Request
+from .seating import CacheLimits
 
 MODEL_KWARGS = {"attention_mask", "position_ids", "cache", "use_cache", "logits_to_keep"}
 STATEFUL_PROCESSORS = (UnbatchedClassifierFreeGuidanceLogitsProcessor, SynthIDTextWatermarkLogitsProcessor)
@@ -165,7 +166,8 @@ class AssistedCall:
         capacity = None
         if self.config.cache_implementation == "static":
             capacity = self.input_ids.shape[1] + self._max_new_tokens()
-        return Decoder(self.model, drafter, len(self.input_ids), capacity, settings.on_round, settings.trace)
+        limits = CacheLimits(capacity)
+        return Decoder(self.model, drafter, len(self.input_ids), limits, settings.on_round, settings.trace)
 
     def _max_new_tokens(self) -> int:
         limits = [c.max_length for c in self.stopping_criteria if type(c) is MaxLengthCriteria]

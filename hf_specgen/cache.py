@@ -38,17 +38,22 @@ class SlotLayer(CacheLayerMixin):
         self.cache = cache
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        columns = self.cache.num_columns
-        self.keys = _new_buffer(key_states, self.cache.num_rows, columns)
-        self.values = _new_buffer(value_states, self.cache.num_rows, columns)
+        rows, columns = self.cache.num_allocated_rows, self.cache.num_columns
+        self.keys = _new_buffer(key_states, rows, columns)
+        self.values = _new_buffer(value_states, rows, columns)
         self.is_initialized = True
+
+    def grow(self) -> None:
+        """Makes room for the rows and columns that the cache has allotted."""
+        rows, columns = self.cache.num_allocated_rows, self.cache.num_columns
+        if self.keys.shape[0] < rows or self.keys.shape[2] < columns:
+            self.keys = _grown(self.keys, rows, columns)
+            self.values = _grown(self.values, rows, columns)
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        elif self.keys.shape[2] < self.cache.num_columns:
-            self.keys = _grown(self.keys, self.cache.num_columns)
-            self.values = _grown(self.values, self.cache.num_columns)
+        self.grow()
         write = self.cache.write
         return _store(self.keys, key_states, write), _store(self.values, value_states, write)
 
@@ -67,9 +72,9 @@ def _new_buffer(states: Tensor, rows: int, columns: int) -> Tensor:
     return states.new_zeros(rows, states.shape[1], columns, states.shape[3])
 
 
-def _grown(buffer: Tensor, columns: int) -> Tensor:
-    grown = _new_buffer(buffer, buffer.shape[0], columns)
-    grown[:, :, : buffer.shape[2]] = buffer
+def _grown(buffer: Tensor, rows: int, columns: int) -> Tensor:
+    grown = _new_buffer(buffer, rows, columns)
+    grown[: buffer.shape[0], :, : buffer.shape[2]] = buffer
     return grown
 
 
@@ -94,7 +99,9 @@ class SlotCache(Cache):
             How many rows (slots) there are.
         capacity (`int`, *optional*):
             A fixed number of columns, for static shapes. By default the buffers grow in chunks of
-            128 columns; growing is the one time at which they are reallocated.
+            128 columns and as rows are used; growing is the one time at which they are reallocated.
+        max_tokens (`int`, *optional*):
+            The most columns that growing may allot to all rows together.
 
     Attributes:
         lengths (`torch.LongTensor` of shape `(rows,)`, on the CPU):
@@ -104,7 +111,13 @@ class SlotCache(Cache):
         `ValueError`: if a layer keeps something other than keys and values of all past tokens.
     """
 
-    def __init__(self, config: PreTrainedConfig, num_rows: int, capacity: int | None = None):
+    def __init__(
+        self,
+        config: PreTrainedConfig,
+        num_rows: int,
+        capacity: int | None = None,
+        max_tokens: int | None = None,
+    ):
         text_config = config.get_text_config(decoder=True)
         kinds, settings = get_layer_types_and_kwargs(text_config)
         if unknown := set(kinds) - {"full_attention", "sliding_attention", "dummy"}:
@@ -113,7 +126,9 @@ class SlotCache(Cache):
             )
         self.num_rows = num_rows
         self.capacity = capacity
+        self.max_tokens = max_tokens
         self.num_columns = capacity or 0
+        self.num_allocated_rows = 0 if capacity is None else num_rows
         self.lengths = torch.zeros(num_rows, dtype=torch.long)
         nothing = torch.zeros(0, 0, dtype=torch.long)
         self.write = SlotWrite(0, 0, nothing, nothing, width=0, common_start=None)
@@ -147,9 +162,12 @@ class SlotCache(Cache):
         width = max(starts) + num_new
         if self.capacity is not None and width > self.capacity:
             raise ValueError(f"The cache has a `capacity` of {self.capacity} columns, but {width} are needed.")
+        self.num_allocated_rows = max(self.num_allocated_rows, rows.stop)
         if width > self.num_columns:
-            wanted = max(width, self.num_columns * 3 // 2)
-            self.num_columns = -(-wanted // GROWTH_CHUNK) * GROWTH_CHUNK
+            wanted = -(-max(width, self.num_columns * 3 // 2) // GROWTH_CHUNK) * GROWTH_CHUNK
+            if self.max_tokens is not None:
+                wanted = max(width, min(wanted, self.max_tokens // self.num_allocated_rows))
+            self.num_columns = wanted
         columns = torch.tensor([range(start, start + num_new) for start in starts]).to(device, non_blocking=True)
         position_ids = columns
         if min(counts) < num_new:
@@ -203,6 +221,27 @@ class SlotCache(Cache):
     def advance(self, rows: slice, num_tokens: Tensor) -> None:
         """Counts the tokens that the pass prepared by `begin` has written."""
         self.lengths[rows] += num_tokens
+
+    def copy_row(self, source: int, destination: int, length: int) -> None:
+        """Gives row `destination` the first `length` columns of row `source`."""
+        assert length <= int(self.lengths[source]), "only what counts can be copied"
+        self.num_allocated_rows = max(self.num_allocated_rows, destination + 1)
+        for layer in self.layers:
+            if isinstance(layer, SlotLayer) and length > 0:
+                layer.grow()
+                for buffer in (layer.keys, layer.values):
+                    buffer[destination, :, :length] = buffer[source, :, :length]
+        self.lengths[destination] = length
+
+    def release(self) -> None:
+        """Gives the memory of an empty cache back."""
+        assert not self.lengths.any(), "a row is still in use"
+        if self.capacity is None:
+            self.num_columns = self.num_allocated_rows = 0
+            for layer in self.layers:
+                if isinstance(layer, SlotLayer) and layer.is_initialized:
+                    layer.keys = layer.values = torch.empty(0)
+                    layer.is_initialized = False
 
     def truncate(self, row: int, length: int) -> None:
         """Rolls row `row` back to at most `length` columns."""

@@ -100,6 +100,15 @@ def num_input_ids(model: PreTrainedModel) -> int:
     return model.get_input_embeddings().num_embeddings
 
 
+def check_ids(model: PreTrainedModel, request: Request) -> None:
+    """Raises `ValueError` if a request names ids outside the model's vocabulary."""
+    vocab_size = num_input_ids(model)
+    if (largest := max(request.prompt_ids)) >= vocab_size:
+        raise ValueError(f"`prompt_ids` holds {largest}, but the model's vocabulary has {vocab_size} ids.")
+    if outside := [i for i in request.rules.eos_token_ids if not 0 <= i < vocab_size]:
+        raise ValueError(f"`eos_token_ids` holds {outside}, but the model's vocabulary has {vocab_size} ids.")
+
+
 def learned_positions(model: PreTrainedModel) -> int | None:
     """How many positions a model with a table of position embeddings knows, None for other encodings."""
     text_config = model.config.get_text_config(decoder=True)

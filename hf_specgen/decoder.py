@@ -16,16 +16,17 @@ from transformers import PreTrainedModel
 from transformers.utils import ModelOutput
 
 from .attention import grouped_attention
-from .compatibility import check_positions, num_input_ids, self_check, unsupported_reason
+from .compatibility import check_ids, check_positions, self_check, unsupported_reason
 from .drafting import Drafter, check_count
 from .outcome import Outcome, Taken, settle
 from .request import Request
 from .rows import Rows, forward, forward_last, padded
 from .scoring import score
+from .seating import CANDIDATE_COLUMNS, CacheLimits, Seating
 from .stats import DecodingStats
 from .verification import Candidates, Verification, verify
 
-CANDIDATE_COLUMNS = 64  # behind a fixed capacity: where the padding of rows with few candidates goes
+NO_LIMITS = CacheLimits()
 RoundHook = Callable[[Rows, Candidates, Verification], None]
 
 
@@ -40,8 +41,8 @@ class Decoder:
             What proposes candidates. By default every round yields one token per row.
         max_batch_size (`int`, *optional*, defaults to 8):
             The number of seats.
-        capacity (`int`, *optional*):
-            A fixed number of cache columns, for static shapes.
+        limits ([`CacheLimits`], *optional*):
+            How much fits into the cache; by default it grows as needed.
         on_round (`Callable[[Rows, Candidates, Verification], None]`, *optional*):
             Called after every verification, before its tokens are committed.
         trace (`bool`, *optional*, defaults to `False`):
@@ -59,7 +60,7 @@ class Decoder:
         model: PreTrainedModel,
         drafter: Drafter | None = None,
         max_batch_size: int = 8,
-        capacity: int | None = None,
+        limits: CacheLimits = NO_LIMITS,
         on_round: RoundHook | None = None,
         trace: bool = False,
     ):
@@ -73,8 +74,8 @@ class Decoder:
         if on_round is not None and not callable(on_round):
             raise TypeError(f"`on_round` has to be callable, but is {on_round!r}.")
         check_count("max_batch_size", max_batch_size)
-        if capacity is not None:
-            check_count("capacity", capacity)
+        if not isinstance(limits, CacheLimits):
+            raise TypeError(f"`limits` has to be `CacheLimits`, but is {limits!r}.")
         self.model = model
         self.drafter = drafter
         self.on_round = on_round
@@ -87,11 +88,10 @@ class Decoder:
         if drafter is not None:
             drafter.bind(model)
         draft_cache = None if drafter is None else drafter.make_cache(max_batch_size)
-        self._capacity = capacity
-        num_columns = None if capacity is None else capacity + CANDIDATE_COLUMNS
+        num_columns = None if limits.capacity is None else limits.capacity + CANDIDATE_COLUMNS
         self.rows = Rows(model, max_batch_size, num_columns, draft_cache)
-        self._waiting: deque[Request] = deque()
-        self._newcomers: list[int] = []
+        self.rows.cache.max_tokens = limits.max_tokens_in_cache
+        self._seating = Seating(self.rows, limits)
         self._numbers = count()
 
     @property
@@ -106,7 +106,6 @@ class Decoder:
             `ValueError`: if one leaves the positions that the models know or the fixed capacity, names ids outside
                 the vocabulary, or was queued before.
         """
-        vocab_size = num_input_ids(self.model)
         if len({id(request) for request in requests}) < len(requests):
             raise ValueError("A `Request` is given twice in one call.")
         for request in requests:
@@ -114,29 +113,24 @@ class Decoder:
                 raise TypeError(f"The decoder takes a `Request`, but got a {type(request).__name__!r}.")
             if request.number >= 0:
                 raise ValueError("A `Request` is decoded once; make a new one from its prompt.")
-            if (largest := max(request.prompt_ids)) >= vocab_size:
-                raise ValueError(f"`prompt_ids` holds {largest}, but the model's vocabulary has {vocab_size} ids.")
-            if outside := [i for i in request.rules.eos_token_ids if not 0 <= i < vocab_size]:
-                raise ValueError(f"`eos_token_ids` holds {outside}, but the model's vocabulary has {vocab_size} ids.")
-            self._check_capacity(request)
-        everyone = [*(r for r in self.rows.requests if r is not None), *self._waiting, *requests]
+            check_ids(self.model, request)
+            self._seating.check_room(request)
+        everyone = [*self._seating.seated, *self._seating.waiting, *requests]
         for used, role in zip(self._models, ("target", "draft model")):
             check_positions(used, everyone, role)
         for request in requests:
             request.number = next(self._numbers)
-        self._waiting.extend(requests)
+        self._seating.waiting.extend(requests)
 
-    def _check_capacity(self, request: Request) -> None:
-        capacity, needed = self._capacity, len(request.prompt_ids) + request.max_new_tokens
-        if capacity is not None and needed > capacity:
-            raise ValueError(
-                f"Prompt and budget come to {needed} tokens, but the cache has a `capacity` of {capacity} columns."
-            )
+    def abort(self, request: Request) -> None:
+        """Ends a request now, with finish reason `"aborted"`, and frees its seat. Does nothing if it has ended."""
+        if self._seating.remove(request):
+            request.finish_reason = "aborted"
 
     @property
     def has_unfinished(self) -> bool:
         """Whether a request waits or is being decoded."""
-        return bool(self._waiting) or any(request is not None for request in self.rows.requests)
+        return bool(self._seating.waiting or self._seating.seated)
 
     def run(
         self, requests: Iterable[Request], has_unfinished_peers: Callable[[bool], bool] | None = None
@@ -157,27 +151,35 @@ class Decoder:
             After each round, the requests that got tokens or finished in it.
         """
         self.add(*requests)
-        self._waiting = deque(sorted(self._waiting, key=lambda request: -request.max_new_tokens))
-        with ExitStack() as stack:
-            for used in self._models:
-                stack.enter_context(grouped_attention(used))
+        self._seating.waiting = deque(sorted(self._seating.waiting, key=lambda request: -request.max_new_tokens))
+        with self.fast_attention():
             while has_unfinished_peers(self.has_unfinished) if has_unfinished_peers else self.has_unfinished:
                 if self.has_unfinished:
                     yield self.step()
                 else:
                     self._dummy_pass()
 
+    @contextmanager
+    def fast_attention(self) -> Iterator[None]:
+        """Lets the models use grouped attention inside the block, as `run` does; for callers of `step`."""
+        with ExitStack() as stack:
+            for used in self._models:
+                stack.enter_context(grouped_attention(used))
+            yield
+
     @torch.no_grad()
     def step(self) -> list[Request]:
-        """Runs one round: the prefill of newcomers if there are any, else a round of all rows."""
+        """
+        Runs one pass and returns the requests that got tokens: newcomers' prompts, in turns with a round of the rows
+        that are being decoded.
+        """
         if not self.has_unfinished:
             return []
         start = time.perf_counter()
         measured = sum(self.stats.seconds.values())
-        while self._waiting and None in self.rows.requests:
-            self._newcomers.append(self.rows.join(self._waiting.popleft()))
+        self._seating.admit()
         try:
-            progressed = self._prefill() if self._newcomers else self._round()
+            progressed = self._prefill() if self._seating.is_prefill_next() else self._round()
         except BaseException:
             self._recover()
             raise
@@ -187,29 +189,32 @@ class Decoder:
 
     def _recover(self) -> None:
         """After a round that did not end: nothing of it counts, and what was not prefilled is so next."""
-        self._newcomers = []
         for seat, request in enumerate(self.rows.requests):
             if request is not None:
                 self.rows.roll_back(seat)
-                if self.drafter is not None and self.drafter.target_layer_ids and self.rows.draft_cache is not None:
-                    # The states of a pass that was not observed are gone: it has to be run again.
-                    self.rows.cache.truncate(seat, int(self.rows.draft_cache.lengths[seat]))
-                if int(self.rows.cache.lengths[seat]) < request.num_committed - 1:
-                    self._newcomers.append(seat)
+            if self.drafter is not None and self.drafter.target_layer_ids and self.rows.draft_cache is not None:
+                # The states of a pass that was not observed are gone: it has to be run again.
+                self.rows.cache.truncate(seat, int(self.rows.draft_cache.lengths[seat]))
+            if request is not None and int(self.rows.cache.lengths[seat]) < request.num_committed - 1:
+                self._seating.unseat(seat)
 
     def _prefill(self) -> list[Request]:
-        """A round in which nothing is drafted, over the first run of neighbouring newcomers."""
-        first = last = self._newcomers.pop(0)
-        while self._newcomers and self._newcomers[0] == last + 1:
-            last = self._newcomers.pop(0)
-        self.rows.span = slice(first, last + 1)
+        """A round in which nothing is drafted, over newcomers; it yields tokens if it completes their prompts."""
+        prefill = self._seating.next_pass()
+        self.rows.span = prefill.span
+        if prefill.is_last:
+            self._seating.seat(prefill.span)
         candidates = Candidates.none(self.rows.num_spanned, self.rows.device)
-        token_ids, num_tokens = padded(self.rows.pending(self.rows.cache), self.rows.device)
+        token_ids, num_tokens = padded(prefill.token_lists, self.rows.device)
         with self._phase("verify"):
             outputs = forward_last(
                 self.model, self.rows.cache, self.rows.span, token_ids, num_tokens, **self._observed_states()
             )
-        return self._finish_round(candidates, outputs, is_prefill=True)
+        if prefill.is_last:
+            return self._finish_round(candidates, outputs, is_prefill=True)
+        self.stats.target_forwards += 1
+        self._observe(candidates, outputs)
+        return []
 
     def _round(self) -> list[Request]:
         occupied = [seat for seat, request in enumerate(self.rows.requests) if request is not None]
@@ -270,9 +275,7 @@ class Decoder:
                 ],
                 dim=1,
             ).tolist()  # the round's one wait for the device
-        if self.drafter is not None:
-            with self._phase("draft"):
-                self.drafter.observe(self.rows, candidates, outputs)
+        self._observe(candidates, outputs)
         if self.on_round is not None:
             self.on_round(self.rows, candidates, verification)
         outcomes = []
@@ -287,28 +290,31 @@ class Decoder:
             self._commit(outcome, part, is_prefill)
         return [outcome.request for outcome in outcomes]
 
+    def _observe(self, candidates: Candidates, outputs: ModelOutput) -> None:
+        if self.drafter is not None:
+            with self._phase("draft"):
+                self.drafter.observe(self.rows, candidates, outputs)
+
     def _verify(self, candidates: Candidates, scores: Tensor) -> Verification:
         do_sample = [request is not None and request.rules.do_sample for request in self.rows.spanned]
         if not any(do_sample):
             return verify(candidates, scores, do_sample)
-        # A row draws one number per candidate and one for the next token, whatever the others draw.
-        k = candidates.token_ids.shape[1]
-        drawn = self.rows.draw((candidates.lengths + 1).tolist(), k + 1)
-        noise = drawn.clone()
-        noise[:, k] = drawn.gather(1, candidates.lengths[:, None])[:, 0]
+        noise = self.rows.draw_for(candidates.lengths, candidates.token_ids.shape[1])
         return verify(candidates, scores, do_sample, noise.to(scores.device))
 
     def _commit(self, outcome: Outcome, taken: Taken, is_prefill: bool) -> None:
         request, seat = outcome.request, self.rows.span.start + outcome.row
         self.rows.commit(seat, outcome.decided[: taken.num_tokens])
         request.finish_reason = taken.finish_reason
-        del request.scores[len(request.token_ids) :], request.logits[len(request.token_ids) :]
-        if is_prefill:
-            self.stats.tokens += taken.num_tokens
-        else:
-            self.stats.record_round(len(outcome.proposed), outcome.num_accepted, taken.num_tokens)
-            if self.trace:
-                self.stats.traces.append(outcome.trace(taken.num_tokens))
+        for kept in (request.scores, request.logits, request.logprobs):
+            del kept[len(request.token_ids) :]
+        for stats in (self.stats, request.stats):
+            if is_prefill:
+                stats.tokens += taken.num_tokens
+            else:
+                stats.record_round(len(outcome.proposed), outcome.num_accepted, taken.num_tokens)
+        if self.trace and not is_prefill:
+            self.stats.traces.append(outcome.trace(taken.num_tokens))
         if taken.finish_reason is not None:
             self.rows.leave(seat)
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .request import Request
+from .request import Request, token_logprobs
 from .rows import Failure, Rows
 from .scoring import name_masking_processor
 from .stats import RoundTrace
@@ -39,6 +39,10 @@ class Outcome:
             self.request.scores.extend(scores[self.row, :count].clone().unbind())
         if self.request.keep_logits:
             self.request.logits.extend(logits[self.row, :count].to(torch.float32, copy=True).unbind())
+        if self.request.num_logprobs is not None:
+            self.request.logprobs.extend(
+                token_logprobs(logits[self.row, :count], self.decided, self.request.num_logprobs)
+            )
 
     def trace(self, num_taken: int) -> RoundTrace:
         """The round as the row took it."""

@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 from transformers import LogitsProcessorList, StoppingCriteriaList
 
+from .stats import DecodingStats
+from .text import TextStop
 from .token_counts import TokenCounts
 from .token_penalties import TokenPenalties
 
@@ -34,6 +36,8 @@ class DecodingRules:
             Whether to sample; otherwise the best token is taken.
         pad_token_id (`int`, *optional*, defaults to 0):
             What stands where a row has no token.
+        text_stop ([`TextStop`], *optional*):
+            Puts one request's text together and finds stop strings in it; not to be shared.
     """
 
     logits_processor: LogitsProcessorList = field(default_factory=LogitsProcessorList)
@@ -41,6 +45,7 @@ class DecodingRules:
     eos_token_ids: frozenset[int] = frozenset()
     do_sample: bool = False
     pad_token_id: int = 0
+    text_stop: TextStop | None = None
 
     def __post_init__(self) -> None:
         for name in ("logits_processor", "stopping_criteria"):
@@ -53,6 +58,29 @@ class DecodingRules:
             raise TypeError(f"`do_sample` has to be a bool, but is {self.do_sample!r}.")
         if type(self.pad_token_id) is not int:
             raise TypeError(f"`pad_token_id` has to be an int, but is {self.pad_token_id!r}.")
+
+
+@dataclass(frozen=True)
+class TokenLogprobs:
+    """
+    How likely a token was under the model's own scores, before all processors.
+
+    Args:
+        token_id (`int`), logprob (`float`): the token and the logarithm of its probability.
+        top (`tuple[tuple[int, float], ...]`): the same of the likeliest tokens, the best first.
+    """
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+def token_logprobs(logits: Tensor, token_ids: list[int], num_top: int) -> list[TokenLogprobs]:
+    """What `logits` of shape `(positions, vocab)` say of the tokens chosen there, and of the `num_top` likeliest."""
+    logprobs = logits.float().log_softmax(dim=-1)
+    chosen = logprobs.gather(1, torch.tensor(token_ids, device=logits.device)[:, None])[:, 0].tolist()
+    values, ids = (part.tolist() for part in logprobs.topk(num_top, dim=-1))
+    return [TokenLogprobs(*entry, tuple(zip(*top))) for *entry, top in zip(token_ids, chosen, zip(ids, values))]
 
 
 class PaddedBatch:
@@ -142,12 +170,15 @@ class Request:
             processors see its own ids without padding, and their failure fails this request only.
         keep_scores, keep_logits (`bool`, *optional*, defaults to `False`):
             Whether to keep, per emitted token, the processed and the raw scores of shape `(vocab,)`.
+        num_logprobs (`int`, *optional*):
+            Keep [`TokenLogprobs`] per emitted token, with this many alternatives.
 
     Attributes:
         token_ids (`list[int]`): what was generated so far.
         finish_reason (`str`, *optional*): `"eos"`, `"length"`, `"stop"` (a stop string), `"time"`, `"criteria"` (any
             other stopping criterion), `"error"` or `"aborted"`; None while the request is unfinished.
         number (`int`): its place in the order in which a decoder was given requests, -1 before.
+        stats ([`DecodingStats`]): the request's own counts, of its rounds and tokens.
         error (`Exception`, *optional*): what ended a request with finish reason `"error"`.
 
     Raises:
@@ -162,12 +193,15 @@ class Request:
     batch_row: int = 0
     keep_scores: bool = False
     keep_logits: bool = False
+    num_logprobs: int | None = None
     token_ids: list[int] = field(default_factory=list, init=False)
     finish_reason: str | None = field(default=None, init=False)
     number: int = field(default=-1, init=False)
     error: Exception | None = field(default=None, init=False)
     scores: list[Tensor] = field(default_factory=list, init=False)
     logits: list[Tensor] = field(default_factory=list, init=False)
+    logprobs: list[TokenLogprobs] = field(default_factory=list, init=False)
+    stats: DecodingStats = field(default_factory=DecodingStats, init=False)
     state: dict[str, Any] = field(default_factory=dict, init=False)  # what a drafter remembers of this request
 
     def __post_init__(self) -> None:

@@ -126,17 +126,10 @@ class Rows:
         """The requests of the span with their row in the round's tensors."""
         return [(row, request) for row, request in enumerate(self.spanned) if request is not None]
 
-    def join(self, request: Request) -> int:
-        """Gives a request the first free seat and returns its number."""
-        seat = self.requests.index(None)
-        request.start(self.device)
-        self.requests[seat] = request
-        return seat
-
     def leave(self, seat: int) -> None:
         """Frees a seat: its cached columns no longer count."""
         self.requests[seat] = None
-        for cache in self._caches():
+        for cache in self.caches():
             cache.truncate(seat, 0)
 
     def commit(self, seat: int, token_ids: list[int]) -> None:
@@ -150,10 +143,11 @@ class Rows:
         """Brings the caches of a seat back to what is committed, after a round that did not end."""
         request = self.requests[seat]
         assert request is not None, "an empty seat has nothing to roll back"
-        for cache in self._caches():
+        for cache in self.caches():
             cache.truncate(seat, request.num_committed - 1)
 
-    def _caches(self) -> list[SlotCache]:
+    def caches(self) -> list[SlotCache]:
+        """The target's cache, and the drafter's if it has one."""
         return [self.cache] if self.draft_cache is None else [self.cache, self.draft_cache]
 
     def pending(self, cache: SlotCache, rows: slice | None = None) -> list[list[int]]:
@@ -171,6 +165,16 @@ class Rows:
         for row, request in self.live():
             if request.rules.do_sample:
                 noise[row, : counts[row]] = request.draw(counts[row])
+        return noise
+
+    def draw_for(self, lengths: Tensor, k: int) -> Tensor:
+        """
+        The noise of a verification, `(rows, k + 1)`: a row draws one number per candidate and one for the next token,
+        in the last column, whatever the others draw.
+        """
+        drawn = self.draw((lengths + 1).tolist(), k + 1)
+        noise = drawn.clone()
+        noise[:, k] = drawn.gather(1, lengths[:, None])[:, 0]
         return noise
 
 

@@ -21,6 +21,9 @@ def cut(requests: list[Request], token_lists: list[list[int]]) -> list[tuple[int
         Per request the number of tokens taken, at least 1, and the finish reason, None if the request goes on.
     """
     cuts = [_natural_cut(request, tokens) for request, tokens in zip(requests, token_lists)]
+    for index, (request, tokens) in enumerate(zip(requests, token_lists)):
+        if request.rules.text_stop is not None:
+            cuts[index] = _text_cut(request, tokens, *cuts[index])
     batches: dict[int, list[int]] = {}
     for index, request in enumerate(requests):
         if request.rules.stopping_criteria:
@@ -49,6 +52,21 @@ def _natural_cut(request: Request, tokens: list[int]) -> tuple[int, str | None]:
     if len(tokens) >= request.num_remaining:
         return request.num_remaining, "length"
     return len(tokens), None
+
+
+def _text_cut(request: Request, tokens: list[int], taken: int, reason: str | None) -> tuple[int, str | None]:
+    """The natural cut, or an earlier one by a stop string."""
+    assert request.rules.text_stop is not None, "asked only of requests with a text"
+    try:
+        stop = request.rules.text_stop.first_stop(request.token_ids, tokens[:taken])
+    except Exception as error:
+        if not request.is_alone:
+            raise
+        request.error = error
+        return taken, reason
+    if stop is not None and (stop < taken or reason != "eos"):
+        return stop, "stop"
+    return taken, reason
 
 
 def _first_stops(requests: list[Request], token_lists: list[list[int]]) -> list[tuple[int, str] | None]:

@@ -14,7 +14,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers  # noqa: E402
 from torch import nn  # noqa: E402
 from transformers import PreTrainedModel, PreTrainedTokenizerFast  # noqa: E402
 
-from hf_specgen import DecodingStats, enable_speculation  # noqa: E402
+from hf_specgen import DecodingStats, Request, enable_speculation  # noqa: E402
+from hf_specgen.rows import Rows  # noqa: E402
 
 torch.set_num_threads(1)
 transformers.logging.set_verbosity_error()
@@ -147,6 +148,12 @@ def character_tokenizer(characters: str) -> PreTrainedTokenizerFast:
     tokenizer.pre_tokenizer = pre_tokenizers.Split("", behavior="isolated")
     tokenizer.decoder = decoders.Fuse()
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token=characters[0])
+
+
+def take_seat(rows: Rows, request: Request) -> None:
+    """Gives a request the first free seat, without prefilling its prompt."""
+    request.start(rows.device)
+    rows.requests[rows.requests.index(None)] = request
 
 
 def assert_partly_accepted(*stats: DecodingStats) -> None:

@@ -13,6 +13,7 @@ from torch import nn
 from transformers import DynamicCache, LogitsProcessor
 
 from hf_specgen import (
+    CacheLimits,
     CausalLMDrafter,
     Decoder,
     DecodingRules,
@@ -318,8 +319,7 @@ def test_request(error, words, settings):
         (ValueError, "`max_batch_size`.* is 0", {"max_batch_size": 0}),
         (TypeError, "`max_batch_size`.* is True", {"max_batch_size": True}),
         (TypeError, "`max_batch_size`.* is 2.5", {"max_batch_size": 2.5}),
-        (ValueError, "`capacity`.* is 0", {"capacity": 0}),
-        (TypeError, "`capacity`.* is '64'", {"capacity": "64"}),
+        (TypeError, "`limits`.* is 64", {"limits": 64}),
         (TypeError, "`on_round`.* is 'print'", {"on_round": "print"}),
         (TypeError, "`drafter`.*'str'", {"drafter": "gpt2"}),
         (TypeError, "`model`.*'str'", {"model": "gpt2"}),
@@ -329,6 +329,22 @@ def test_request(error, words, settings):
 def test_decoder(llama, error, words, settings):
     with pytest.raises(error, match=words):
         Decoder(**{"model": llama} | settings)
+
+
+@pytest.mark.parametrize(
+    ("error", "words", "settings"),
+    [
+        (ValueError, "`capacity`.* is 0", {"capacity": 0}),
+        (TypeError, "`capacity`.* is '64'", {"capacity": "64"}),
+        (ValueError, "`max_tokens_in_cache`.* is 0", {"max_tokens_in_cache": 0}),
+        (TypeError, "`prefill_chunk_size`.* is None", {"prefill_chunk_size": None}),
+        (ValueError, "`prefill_chunk_size`.* is 0", {"prefill_chunk_size": 0}),
+    ],
+    ids=case_name,
+)
+def test_cache_limits(error, words, settings):
+    with pytest.raises(error, match=words):
+        CacheLimits(**settings)
 
 
 def test_model_in_place_of_a_drafter(llama):

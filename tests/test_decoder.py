@@ -26,6 +26,7 @@ from transformers import (
 )
 
 from hf_specgen import (
+    CacheLimits,
     CausalLMDrafter,
     Decoder,
     DecodingRules,
@@ -227,7 +228,7 @@ def test_seats_fill_again_as_requests_leave(llama, draft):
     requests = [Request(prompt(3, index), 2 + 5 * (index % 3)) for index in range(11)]
     decoder = Decoder(llama, CausalLMDrafter(draft, 3), max_batch_size=4)
     for progressed in decoder.run(requests):
-        num_seated = sum(request is not None for request in decoder.rows.requests)
+        num_seated = len(decoder._seating.seated)
         num_unfinished = sum(request.finish_reason is None for request in requests)
         # Who left in this round is replaced at the beginning of the next one.
         num_done_now = sum(request.finish_reason is not None for request in progressed)
@@ -303,10 +304,10 @@ def test_attention_is_grouped_during_a_run_only(attention):
 def test_fixed_capacity_gives_the_same_tokens(llama, draft):
     requests, fixed = make_requests(), make_requests()
     run(llama, CausalLMDrafter(draft, 4), requests)
-    run(llama, CausalLMDrafter(draft, 4), fixed, capacity=96)
+    run(llama, CausalLMDrafter(draft, 4), fixed, limits=CacheLimits(capacity=96))
     assert [request.token_ids for request in fixed] == [request.token_ids for request in requests]
     with pytest.raises(ValueError, match="`capacity` of 8"):
-        run(llama, None, [Request(prompt(4, 0), 20)], capacity=8)
+        run(llama, None, [Request(prompt(4, 0), 20)], limits=CacheLimits(capacity=8))
 
 
 def test_scores_of_a_request_have_one_entry_per_token(llama, draft):

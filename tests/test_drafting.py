@@ -12,6 +12,7 @@ from conftest import (
     left_padded,
     make_model,
     noisy_copy,
+    take_seat,
 )
 from torch import nn
 from transformers import LogitsProcessorList, TemperatureLogitsWarper
@@ -37,7 +38,7 @@ def seated(model, drafter, *requests):
     """Rows with one seat for each request, before anything was fed."""
     rows = Rows(model, len(requests), draft_cache=drafter.make_cache(len(requests)))
     for request in requests:
-        rows.join(request)
+        take_seat(rows, request)
     rows.span = slice(0, len(requests))
     return rows
 
@@ -104,7 +105,7 @@ def test_lookup_sees_committed_tokens_and_forgets_the_others(llama):
     rows.commit(0, [6])
     assert blocks(drafter, rows, 9) == [[9, 6, 9]]
     rows.leave(0)
-    rows.join(Request([8, 3], 20))
+    take_seat(rows, Request([8, 3], 20))
     assert blocks(drafter, rows, 9) == [[]]
 
 

@@ -5,7 +5,7 @@ from conftest import make_model
 from transformers import AutoConfig, Gemma4TextConfig
 
 from hf_specgen import DSparkConfig, DSparkModel
-from hf_specgen.dspark.layouts import DRAFTER_FIELDS, FAMILY_FIELDS, LAYOUTS, SHARED_FIELDS, read_layout, write_layout
+from hf_specgen.dspark.layouts import DRAFTER_FIELDS, FAMILY_FIELDS, LAYOUTS, SHARED_FIELDS, read_layout
 from hf_specgen.dspark.pretrained_dspark import TABLES
 
 QWEN3_4B = {

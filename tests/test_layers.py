@@ -29,7 +29,7 @@ LAYERS = (
     {"request"},
     {"rows", "stopping"},
     {"scoring", "compatibility", "drafting"},
-    {"outcome", "profiling"},
+    {"outcome", "profiling", "seating"},
     {"decoder"},
     {"dspark.calibration", "dspark.target"},
     {"dspark.storage"},

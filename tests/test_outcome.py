@@ -8,6 +8,7 @@ from conftest import PAD, left_padded, make_model, noisy_copy
 from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
 
 from hf_specgen import (
+    CacheLimits,
     Candidates,
     CausalLMDrafter,
     Decoder,
@@ -227,7 +228,7 @@ def test_capacity_does_not_make_seeds_depend_on_neighbours(models):
 
     def run(has_neighbour):
         request = Request([9, 8, 7], 20, sampled, seed=7)
-        decoder = Decoder(copy.deepcopy(plain), CausalLMDrafter(drafts[1]), max_batch_size=2, capacity=39)
+        decoder = Decoder(copy.deepcopy(plain), CausalLMDrafter(drafts[1]), max_batch_size=2, limits=CacheLimits(39))
         if has_neighbour:
             decoder.add(Request(list(range(3, 12)), 30, sampled, seed=1))
             for _ in range(9):

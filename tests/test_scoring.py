@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from conftest import VOCAB_SIZE, assert_same_as_plain, left_padded, make_model, noisy_copy
+from conftest import VOCAB_SIZE, assert_same_as_plain, left_padded, make_model, noisy_copy, take_seat
 from transformers import LogitsProcessor, LogitsProcessorList, TopKLogitsWarper, WatermarkingConfig
 
 from hf_specgen import (
@@ -143,7 +143,7 @@ def seated(model, texts: dict, rules: list[DecodingRules], batch: PaddedBatch | 
     """Rows in the middle of decoding, each with another number of generated tokens."""
     rows = Rows(model, len(texts["prompts"]))
     for row, (prompt, generated) in enumerate(zip(texts["prompts"], texts["generated"], strict=True)):
-        rows.join(Request(prompt, MAX_NEW_TOKENS, rules[row], batch=batch, batch_row=row if batch else 0))
+        take_seat(rows, Request(prompt, MAX_NEW_TOKENS, rules[row], batch=batch, batch_row=row if batch else 0))
         rows.commit(row, generated)
     return rows
 
