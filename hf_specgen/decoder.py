@@ -127,6 +127,11 @@ class Decoder:
         if self._seating.remove(request):
             request.finish_reason = "aborted"
 
+    def release(self) -> None:
+        """Gives the caches' memory back; only when nothing is being decoded."""
+        for cache in self.rows.caches():
+            cache.release()
+
     @property
     def has_unfinished(self) -> bool:
         """Whether a request waits or is being decoded."""

@@ -97,8 +97,8 @@ class Seating:
 
     def admit(self) -> None:
         """Gives free seats to those who wait, in their order, as long as the cache has room for them."""
-        if not self.seated:
-            for cache in self.rows.caches():
+        if not self.seated and self.limits.max_tokens_in_cache is not None:
+            for cache in self.rows.caches():  # a long request may need columns that many rows have now
                 cache.release()
         while self.waiting:
             seat = self._free_seat()

@@ -1,0 +1,167 @@
+"""Job: a prompt on its way to a completion. PromptEncoder: prompts of every kind become requests.
+
+The place where text and tokens meet; knows the tokenizer and the size of the model's window, but runs nothing.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from transformers import LogitsProcessor, PreTrainedModel, PreTrainedTokenizerBase
+
+from .compatibility import check_ids
+from .completion import Completion
+from .logits_process import UndecodableMask
+from .request import MAX_SEED, DecodingRules, Request
+from .sampling_params import SamplingParams
+from .text import TextAssembler, TextStop
+
+Prompt = str | Sequence[int] | Sequence[Mapping[str, str]]  # text, ids, or chat messages
+
+
+@dataclass(eq=False)
+class Job:
+    """One sample of one prompt."""
+
+    prompt: str
+    request: Request | None  # None where the prompt or its parameters were refused
+    text: TextAssembler | None = None
+    index: int = 0
+    sample: int = 0
+    error: Exception | None = None
+    wants_logprobs: bool = False
+    _is_flushed: bool = field(default=False, init=False)
+
+    @property
+    def budget(self) -> int:
+        """The most tokens that it can get."""
+        return 0 if self.request is None else self.request.max_new_tokens
+
+    @property
+    def is_done(self) -> bool:
+        """Whether no more tokens will come."""
+        return self.error is not None or self.request is None or self.request.finish_reason is not None
+
+    def take_piece(self) -> str:
+        """The text that has become final since the last call; at the end of the job what was held back."""
+        if self.request is None or self.text is None:
+            return ""
+        stop = self.request.rules.text_stop
+        assert stop is not None, "every job follows its text"
+        is_last = self.is_done and not self._is_flushed
+        self._is_flushed = self.is_done
+        return stop.pop_text(self.request.token_ids, is_last)
+
+    def completion(self) -> Completion:
+        """The answer, once the job is done."""
+        self.take_piece()
+        request = self.request
+        error = self.error if self.error is not None or request is None else request.error
+        if request is None or self.text is None:
+            return Completion(self.prompt, "", (), "error", self.index, self.sample, error=error)
+        return Completion(
+            prompt=self.prompt,
+            text=self.text.text,
+            token_ids=tuple(request.token_ids),
+            finish_reason="error" if error is not None else request.finish_reason or "aborted",
+            index=self.index,
+            sample=self.sample,
+            logprobs=tuple(request.logprobs) if self.wants_logprobs else None,
+            stats=request.stats,
+            error=error,
+        )
+
+
+class PromptEncoder:
+    """
+    Makes jobs of prompts.
+
+    Args:
+        model ([`~transformers.PreTrainedModel`]):
+            Says which ids there are and how many positions.
+        tokenizer ([`~transformers.PreTrainedTokenizerBase`]):
+            The tokenizer; left as it is.
+        truncate_prompt (`str`, *optional*):
+            `"left"` keeps the end of prompts that are too long.
+        mask_undecodable (`bool`, *optional*, defaults to `True`):
+            Whether ids that the tokenizer cannot decode, and padding, are never generated.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        truncate_prompt: str | None = None,
+        mask_undecodable: bool = True,
+    ):
+        if truncate_prompt not in (None, "left"):
+            raise ValueError(f'`truncate_prompt` has to be None or "left", but is {truncate_prompt!r}.')
+        self.model = model
+        self.tokenizer = tokenizer
+        self.truncate_prompt = truncate_prompt
+        self.eos_token_ids = eos_ids_of(model, tokenizer)
+        self.window = window_of(model)
+        self.masks: list[LogitsProcessor] = []
+        vocab_size = model.config.get_text_config(decoder=True).vocab_size
+        if mask_undecodable and (vocab_size > len(tokenizer) or tokenizer.pad_token_id is not None):
+            self.masks = [UndecodableMask(len(tokenizer), tokenizer.pad_token_id, sorted(self.eos_token_ids))]
+
+    def jobs(self, prompt: Prompt, params: SamplingParams, index: int = 0) -> list[Job]:
+        """The jobs of one prompt, one per sample; a single one with the error if it is refused."""
+        text = prompt if isinstance(prompt, str) else ""
+        try:
+            if not isinstance(params, SamplingParams):
+                raise TypeError(f"`params` has to be `SamplingParams`, but is {params!r}.")
+            text, prompt_ids = self.encode(prompt)
+            prompt_ids = self._fitted(prompt_ids, params.max_new_tokens)
+            return [self._job(text, prompt_ids, params, index, sample) for sample in range(params.n)]
+        except (ValueError, TypeError) as error:
+            return [Job(text, None, index=index, error=error)]
+
+    def encode(self, prompt: Prompt) -> tuple[str, list[int]]:
+        """A prompt as the model sees it, as text and as ids."""
+        if isinstance(prompt, str):
+            return prompt, self.tokenizer(prompt)["input_ids"]
+        prompt = list(prompt)
+        if prompt and all(isinstance(message, Mapping) for message in prompt):
+            text = self.tokenizer.apply_chat_template(prompt, add_generation_prompt=True, tokenize=False)
+            return text, self.tokenizer(text, add_special_tokens=False)["input_ids"]
+        Request(prompt, 1)  # refuses what are no ids
+        return self.tokenizer.decode(prompt), prompt
+
+    def _fitted(self, prompt_ids: list[int], max_new_tokens: int) -> list[int]:
+        if self.window is None or len(prompt_ids) + max_new_tokens <= self.window:
+            return prompt_ids
+        room = self.window - max_new_tokens
+        if self.truncate_prompt == "left" and room > 0:
+            return prompt_ids[-room:]
+        raise ValueError(
+            f"A prompt of {len(prompt_ids)} tokens and `max_new_tokens` of {max_new_tokens} exceed the model's "
+            f"{self.window} positions. Shorten one of them, or set `truncate_prompt='left'`."
+        )
+
+    def _job(self, text: str, prompt_ids: list[int], params: SamplingParams, index: int, sample: int) -> Job:
+        assembler = TextAssembler(self.tokenizer, params.stop, prompt_ids)
+        eos_token_ids = params.stop_ids(self.eos_token_ids)
+        rules = DecodingRules(
+            logits_processor=params.logits_processor(len(prompt_ids), eos_token_ids, self.masks),
+            eos_token_ids=eos_token_ids,
+            do_sample=params.temperature > 0,
+            text_stop=TextStop(assembler),
+        )
+        seed = None if params.seed is None else (params.seed + sample) % (MAX_SEED + 1)
+        request = Request(prompt_ids, params.max_new_tokens, rules, seed, num_logprobs=params.logprobs)
+        check_ids(self.model, request)
+        return Job(text, request, assembler, index, sample, wants_logprobs=params.logprobs is not None)
+
+
+def eos_ids_of(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
+    """The ids that end a text: those of the generation config, else the tokenizer's."""
+    eos = model.generation_config.eos_token_id
+    eos = tokenizer.eos_token_id if eos is None else eos
+    return frozenset(() if eos is None else (eos,) if isinstance(eos, int) else eos)
+
+
+def window_of(model: PreTrainedModel) -> int | None:
+    """How many positions the model was made for, None if its configuration does not say."""
+    config = model.config.get_text_config(decoder=True).to_dict()
+    return config.get("max_position_embeddings") or config.get("n_positions")
