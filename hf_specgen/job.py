@@ -5,6 +5,7 @@ The place where text and tokens meet; knows the tokenizer and the size of the mo
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from transformers import LogitsProcessor, PreTrainedModel, PreTrainedTokenizerBase
 
@@ -121,12 +122,12 @@ class PromptEncoder:
         """A prompt as the model sees it, as text and as ids."""
         if isinstance(prompt, str):
             return prompt, self.tokenizer(prompt)["input_ids"]
-        prompt = list(prompt)
-        if prompt and all(isinstance(message, Mapping) for message in prompt):
-            text = self.tokenizer.apply_chat_template(prompt, add_generation_prompt=True, tokenize=False)
+        entries: list[Any] = list(prompt)
+        if entries and all(isinstance(message, Mapping) for message in entries):
+            text = self.tokenizer.apply_chat_template(entries, add_generation_prompt=True, tokenize=False)
             return text, self.tokenizer(text, add_special_tokens=False)["input_ids"]
-        Request(prompt, 1)  # refuses what are no ids
-        return self.tokenizer.decode(prompt), prompt
+        Request(entries, 1)  # refuses what are no ids
+        return self.tokenizer.decode(entries), entries
 
     def _fitted(self, prompt_ids: list[int], max_new_tokens: int) -> list[int]:
         if self.window is None or len(prompt_ids) + max_new_tokens <= self.window:
@@ -141,11 +142,12 @@ class PromptEncoder:
 
     def _job(self, text: str, prompt_ids: list[int], params: SamplingParams, index: int, sample: int) -> Job:
         assembler = TextAssembler(self.tokenizer, params.stop, prompt_ids)
-        eos_token_ids = params.stop_ids(self.eos_token_ids)
         rules = DecodingRules(
-            logits_processor=params.logits_processor(len(prompt_ids), eos_token_ids, self.masks),
-            eos_token_ids=eos_token_ids,
-            do_sample=params.temperature > 0,
+            logits_processor=params.logits_processor(
+                len(prompt_ids), self.eos_token_ids, self.masks, self.model.device
+            ),
+            eos_token_ids=params.stop_ids(self.eos_token_ids),
+            do_sample=not params.is_greedy,
             text_stop=TextStop(assembler),
         )
         seed = None if params.seed is None else (params.seed + sample) % (MAX_SEED + 1)

@@ -80,7 +80,8 @@ def token_logprobs(logits: Tensor, token_ids: list[int], num_top: int) -> list[T
     logprobs = logits.float().log_softmax(dim=-1)
     chosen = logprobs.gather(1, torch.tensor(token_ids, device=logits.device)[:, None])[:, 0].tolist()
     values, ids = (part.tolist() for part in logprobs.topk(num_top, dim=-1))
-    return [TokenLogprobs(*entry, tuple(zip(*top))) for *entry, top in zip(token_ids, chosen, zip(ids, values))]
+    tops = [tuple(zip(*top)) for top in zip(ids, values)]
+    return [TokenLogprobs(*entry) for entry in zip(token_ids, chosen, tops)]
 
 
 class PaddedBatch:

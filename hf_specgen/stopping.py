@@ -21,9 +21,9 @@ def cut(requests: list[Request], token_lists: list[list[int]]) -> list[tuple[int
         Per request the number of tokens taken, at least 1, and the finish reason, None if the request goes on.
     """
     cuts = [_natural_cut(request, tokens) for request, tokens in zip(requests, token_lists)]
-    for index, (request, tokens) in enumerate(zip(requests, token_lists)):
+    for index, request in enumerate(requests):
         if request.rules.text_stop is not None:
-            cuts[index] = _text_cut(request, tokens, *cuts[index])
+            cuts[index] = _text_cut(request, token_lists[index], *cuts[index])
     batches: dict[int, list[int]] = {}
     for index, request in enumerate(requests):
         if request.rules.stopping_criteria:

@@ -20,8 +20,9 @@ class TextAssembler:
     """
     Turns the ids of one row into text, token by token. A piece of text is given away once it is final: it holds no
     character of which bytes may be missing, and neither a stop string nor what may become one. The pieces joined are
-    `tokenizer.decode` of all ids, up to the stop string that begins first. Each token costs the same, however long
-    the text is.
+    `tokenizer.decode` of all ids, up to the stop string that begins first. (One exception: where a vocabulary falls
+    back to bytes, `decode` spoils a whole run of them for one that fits nowhere; here the characters before it stand.)
+    Each token costs the same, however long the text is.
 
     Args:
         tokenizer (`PreTrainedTokenizerBase`):
