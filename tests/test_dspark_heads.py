@@ -299,7 +299,9 @@ def test_soft_cap_bounds_the_base_logits_and_not_the_correction():
     torch.testing.assert_close(logits, torch.tanh(raw / 2.0) * 2.0, rtol=0, atol=1e-4)
     assert float(logits.abs().max()) <= 2.0 < float(raw.abs().max())
     corrected = []
-    model.unroll(states, logits, torch.tensor([3]), lambda index, values: corrected.append(values) or values.argmax(-1))
+    model.unroll(
+        states, logits, torch.tensor([3]), lambda index, values: corrected.append(values) or values.argmax(-1)
+    )
     assert float(torch.stack(corrected).abs().max()) > 2.0
 
 

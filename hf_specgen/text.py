@@ -1,0 +1,329 @@
+"""From ids to text, one token at a time: no half characters, no stop strings.
+
+The only place that knows stop strings as text. Knows a tokenizer, but no model, request or loop.
+"""
+
+from collections import deque
+from collections.abc import Sequence
+from functools import lru_cache
+
+from transformers import PreTrainedTokenizerBase
+
+REPLACEMENT = "\ufffd"  # what bytes that are no character decode to
+NUM_CONTEXT = 8  # ids of the prompt, or of broken text, that new ids are decoded with
+MAX_PENDING = 16  # ids that may wait for the end of a character
+MAX_OPEN = 3  # bytes that may still become a character
+FALLBACK_TOKEN = "<0xE2>"  # what sentencepiece calls a byte
+
+
+class TextAssembler:
+    """
+    Turns the ids of one row into text, token by token. A piece of text is given away once it is final: it holds no
+    character of which bytes may be missing, and neither a stop string nor what may become one. The pieces joined are
+    `tokenizer.decode` of all ids, up to the stop string that begins first. (One exception: where a vocabulary falls
+    back to bytes, `decode` spoils a whole run of them for one that fits nowhere; here the characters before it stand.)
+    Each token costs the same, however long the text is.
+
+    Args:
+        tokenizer (`PreTrainedTokenizerBase`):
+            Decodes ids. Spaces are not cleaned up.
+        stop (`Sequence[str]`, *optional*, defaults to `()`):
+            Texts that end the row. They count as text: a special token that is skipped is no part of it.
+        prompt_ids (`Sequence[int]`, *optional*, defaults to `()`):
+            What the row goes on from. Tokenizers that drop a space at the start of a text keep it behind a prompt.
+        skip_special_tokens (`bool`, *optional*, defaults to `True`):
+            Whether special tokens are left out of the text.
+
+    Attributes:
+        num_tokens (`int`): ids taken in so far.
+        num_text_tokens (`int`): the ids that `text` needs: with so many leading ones, and not with fewer, all of
+            `text` was decoded and no byte of it missing. Those that hold only a stop string or what follows it do
+            not count, nor do skipped tokens at the end.
+        stop_string (`str`, *optional*): what ended the text.
+
+    Raises:
+        `ValueError`: for a stop string that is empty.
+        `TypeError`: for stop strings that are no sequence of texts.
+    """
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        stop: Sequence[str] = (),
+        prompt_ids: Sequence[int] = (),
+        skip_special_tokens: bool = True,
+    ):
+        if isinstance(stop, str) or not isinstance(stop, Sequence) or not all(isinstance(s, str) for s in stop):
+            raise TypeError(f'`stop` has to be a sequence of texts, such as ["###"], but is {stop!r}.')
+        if "" in stop:
+            raise ValueError(f"`stop` has to hold no empty text, which would end every row at once, but is {stop!r}.")
+        self._finder = _stop_finder(tuple(stop))
+        self._decoder = _IncrementalDecoder(tokenizer, prompt_ids, skip_special_tokens)
+        self.restart()
+
+    def restart(self) -> None:
+        """Forgets all tokens and their text."""
+        self._decoder.restart()
+        self.num_tokens = 0
+        self.num_text_tokens = 0
+        self.stop_string: str | None = None
+        self._pieces: list[str] = []
+        self._state = 0  # of the finder
+        self._held = ""  # decoded, but perhaps the beginning of a stop string
+        self._num_decoded = 0  # characters
+        self._num_final = 0  # characters
+        # Per token that brought text the number of characters with it, from the token on that `text` ends in.
+        self._lengths: deque[tuple[int, int]] = deque()
+
+    @property
+    def text(self) -> str:
+        """All final text so far."""
+        self._pieces = ["".join(self._pieces)]
+        return self._pieces[0]
+
+    @property
+    def is_stopped(self) -> bool:
+        """Whether a stop string has ended the text."""
+        return self.stop_string is not None
+
+    def add(self, token_id: int) -> str:
+        """Takes in the next token and returns the text that became final with it. After a stop string it is empty."""
+        self.num_tokens += 1
+        return "" if self.is_stopped else self._accept(self._decoder.add(token_id), self.num_tokens)
+
+    def finish(self) -> str:
+        """Ends the row and returns what was held back."""
+        if self.is_stopped:
+            return ""
+        last_token = self.num_tokens - self._decoder.num_left_out
+        final = self._accept(self._decoder.finish(), last_token)
+        if self.is_stopped:
+            return final
+        self._state = 0
+        return final + self._give(len(self._held))
+
+    def _accept(self, piece: str, token: int) -> str:
+        """Takes in decoded text that came with the `token`th token, and returns what is final now."""
+        earliest = self._num_decoded + len(piece)
+        for end, character in enumerate(piece, start=self._num_decoded + 1):
+            self._state = self._finder.step(self._state, character)
+            found = self._finder.stops[self._state]
+            if found is not None and end - len(found) < earliest:
+                earliest, self.stop_string = end - len(found), found
+        self._held += piece
+        if piece:
+            self._num_decoded += len(piece)
+            self._lengths.append((token, self._num_decoded))
+        if self.is_stopped:
+            final = self._give(earliest - self._num_final)
+            self._held = ""
+            return final
+        return self._give(len(self._held) - self._finder.depths[self._state])
+
+    def _give(self, count: int) -> str:
+        """Makes `count` of the characters held final."""
+        final, self._held = self._held[:count], self._held[count:]
+        if final:
+            self._pieces.append(final)
+            self._num_final += count
+            while self._lengths[0][1] < self._num_final:
+                self._lengths.popleft()
+            self.num_text_tokens = self._lengths[0][0]
+        return final
+
+
+class TextStop:
+    """
+    Tells a loop at which of a row's new tokens a stop string is complete, and gives away the row's text as it grows.
+
+    Args:
+        assembler ([`TextAssembler`]):
+            The row's own. From here on it is fed by this object alone.
+    """
+
+    def __init__(self, assembler: TextAssembler):
+        self.assembler = assembler
+        self._pieces: list[str] = []  # final, but not given away
+        self._num_popped = 0  # characters
+
+    def first_stop(self, token_ids_so_far: list[int], new_token_ids: list[int]) -> int | None:
+        """
+        How many of the new tokens it takes to complete a stop string.
+
+        Args:
+            token_ids_so_far (`list[int]`): All that the row has generated and committed.
+            new_token_ids (`list[int]`): What may be committed next, or rolled back, as a whole or from some token on.
+
+        Returns:
+            The number of new tokens, at least 1, or None if no stop string is complete.
+        """
+        self._follow(token_ids_so_far)
+        for count, token_id in enumerate(new_token_ids, start=1):
+            self._pieces.append(self.assembler.add(token_id))
+            if self.assembler.is_stopped:
+                return count
+        return None
+
+    def pop_text(self, token_ids: list[int], is_finished: bool = False) -> str:
+        """
+        The text that became final since the last call.
+
+        Args:
+            token_ids (`list[int]`): All that the row has generated and committed.
+            is_finished (`bool`, *optional*, defaults to `False`): Whether the row has ended.
+        """
+        self._follow(token_ids)
+        if is_finished:
+            self._pieces.append(self.assembler.finish())
+        text = "".join(self._pieces)
+        self._pieces = []
+        self._num_popped += len(text)
+        return text
+
+    def _follow(self, token_ids: list[int]) -> None:
+        """Starts again from `token_ids` if the assembler holds more or fewer: some were rolled back."""
+        if self.assembler.num_tokens == len(token_ids):
+            return
+        self.assembler.restart()
+        for token_id in token_ids:
+            self.assembler.add(token_id)
+        self._pieces = [self.assembler.text[self._num_popped :]]
+
+
+class _IncrementalDecoder:
+    """
+    Ids -> text that no later id changes. A short window of ids is decoded with each new one, and the text that it had
+    before is taken off. The window begins with ids whose text was given away, so that a decoder that drops a space at
+    the start of a text has done so there.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, prompt_ids: Sequence[int], skip_special_tokens: bool):
+        self._tokenizer = tokenizer
+        self._skips = skip_special_tokens
+        # Where bytes are joined before they are decoded, all that is missing is in the last replacement character.
+        # A vocabulary that falls back to bytes has one per byte.
+        fallback_id = tokenizer.convert_tokens_to_ids(FALLBACK_TOKEN)
+        falls_back = fallback_id is not None and tokenizer.convert_ids_to_tokens(fallback_id) == FALLBACK_TOKEN
+        self._max_open = MAX_OPEN if falls_back else 1
+        for num_context in range(NUM_CONTEXT, NUM_CONTEXT + MAX_OPEN + 1):
+            self._prompt_end = list(prompt_ids[-num_context:])
+            if REPLACEMENT not in self._decode(self._prompt_end):
+                break  # begins with a whole character
+        self.restart()
+
+    def restart(self) -> None:
+        """Forgets all ids but the prompt's."""
+        self._window = list(self._prompt_end)
+        self._num_read = len(self._window)  # ids whose text was given away
+        self._text = self._decode(self._window)
+        self._known = self._text  # the beginning of it that was given away
+        self.num_left_out = 0  # ids in a row, the latest ones, that are no part of the text
+
+    def add(self, token_id: int) -> str:
+        """Takes in the next id and returns the text that is final with it."""
+        self._window.append(token_id)
+        text = self._decode(self._window)
+        if text == self._text and self._is_left_out(token_id):
+            self._window.pop()
+            self.num_left_out += 1
+            return ""
+        self.num_left_out = 0
+        self._text = text
+        num_pending = len(self._window) - self._num_read
+        if not text.startswith(self._known):
+            # An unfinished character has made a whole run of bytes undecodable; it may still be finished.
+            if text.endswith(REPLACEMENT) and num_pending <= MAX_OPEN:
+                return ""
+            self._forget_read()
+        num_open = min(self._num_open(), len(self._text) - len(self._known))
+        end = len(self._text) - num_open
+        piece = self._text[len(self._known) : end]
+        self._known = self._text[:end]
+        if piece and num_open == 0:
+            self._window = self._window[self._num_read :]
+            self._num_read = len(self._window)
+            self._known = self._text = self._decode(self._window)
+        elif num_pending > MAX_PENDING:
+            self._window = self._window[-NUM_CONTEXT:]
+            self._num_read = NUM_CONTEXT - num_open
+            self._text = self._decode(self._window)
+            self._known = self._text[: max(0, len(self._text) - num_open)]
+        return piece
+
+    def finish(self) -> str:
+        """Returns what was held back, as no more ids follow."""
+        if not self._text.startswith(self._known):
+            self._forget_read()
+        piece = self._text[len(self._known) :]
+        self._known = self._text
+        return piece
+
+    def _decode(self, token_ids: list[int]) -> str:
+        return self._tokenizer.decode(token_ids, skip_special_tokens=self._skips, clean_up_tokenization_spaces=False)
+
+    def _is_left_out(self, token_id: int) -> bool:
+        """Whether `decode` ignores the id: a special token, or one that the tokenizer does not know."""
+        if self._tokenizer.convert_ids_to_tokens(token_id) is None:
+            return True
+        is_blank = self._decode([token_id]) == ""
+        return is_blank and self._tokenizer.decode([token_id], clean_up_tokenization_spaces=False) != ""
+
+    def _forget_read(self) -> None:
+        """Goes on from the pending ids alone: what was given away before them stands."""
+        self._window = self._window[self._num_read :]
+        self._num_read = 0
+        self._text = self._decode(self._window)
+        self._known = ""
+
+    def _num_open(self) -> int:
+        """Replacement characters at the end that later ids may complete."""
+        num_trailing = len(self._text) - len(self._text.rstrip(REPLACEMENT))
+        return min(num_trailing, self._max_open)
+
+
+class _StopFinder:
+    """
+    Finds stop strings in text that arrives character by character, all at once and in constant time per character
+    (Aho and Corasick 1975, "Efficient string matching"). A state stands for the longest end of the text that begins a
+    stop string.
+
+    Attributes:
+        depths (`list[int]`): per state the length of that end.
+        stops (`list[str | None]`): per state the longest stop string that the text ends in.
+    """
+
+    def __init__(self, stops: tuple[str, ...]):
+        self.depths = [0]
+        self.stops: list[str | None] = [None]
+        self._following: list[dict[str, int]] = [{}]
+        for stop in stops:
+            state = 0
+            for depth, character in enumerate(stop, start=1):
+                if character not in self._following[state]:
+                    self._following[state][character] = len(self.depths)
+                    self._following.append({})
+                    self.depths.append(depth)
+                    self.stops.append(None)
+                state = self._following[state][character]
+            self.stops[state] = stop
+        self._shorter = [0] * len(self.depths)  # per state the next shorter end that begins a stop string
+        queue = deque(self._following[0].values())
+        while queue:
+            state = queue.popleft()
+            for character, longer in self._following[state].items():
+                self._shorter[longer] = self.step(self._shorter[state], character)
+                if self.stops[longer] is None:
+                    self.stops[longer] = self.stops[self._shorter[longer]]
+                queue.append(longer)
+
+    def step(self, state: int, character: str) -> int:
+        """The state after one more character."""
+        while state and character not in self._following[state]:
+            state = self._shorter[state]
+        return self._following[state].get(character, 0)
+
+
+@lru_cache(maxsize=16)
+def _stop_finder(stops: tuple[str, ...]) -> _StopFinder:
+    """One finder for all rows with these stop strings: it remembers nothing of a text."""
+    return _StopFinder(stops)
