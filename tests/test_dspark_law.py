@@ -215,6 +215,7 @@ def deviation_of(model, process, texts: list[list[int]]) -> tuple[float, int]:
 def stock_p_value(plain, draft, case: Case, num_texts: int = NUM_TEXTS) -> float:
     input_ids, texts = torch.tensor([PROMPT]), []
     settings = {"do_sample": True, "top_k": 0, "max_new_tokens": TEXT_LENGTH, **case.settings}
+    settings["attention_mask"] = torch.ones_like(input_ids)  # the prompt holds the padding id
     counting = CountingStreamer()
     for seed in range(num_texts):
         torch.manual_seed(seed)

@@ -196,6 +196,35 @@ def test_order_in_which_keys_win():
     assert config_of(contents).block_size == 6
 
 
+@pytest.mark.parametrize("is_bonus", [True, False])
+def test_older_name_of_the_layout_of_slots(is_bonus):
+    """vLLM before `sample_from_anchor`: a bonus anchor is one that predicts nothing."""
+    assert config_of({**RELEASED, "dspark_bonus_anchor": False}).sample_from_anchor
+    both = {**RELEASED, "dspark_bonus_anchor": is_bonus, "sample_from_anchor": not is_bonus}
+    assert config_of(both).sample_from_anchor is not is_bonus
+
+
+def test_older_name_of_the_layout_of_slots_alone():
+    config = config_of({**RELEASED, "dspark_bonus_anchor": True})
+    assert not config.sample_from_anchor
+    assert not config_of(config.to_layout("released")).sample_from_anchor
+
+
+@pytest.mark.parametrize(
+    "contents",
+    [
+        {**RELEASED, "logit_scale": 0.5},
+        {**RELEASED, "model_type": "mistral", "sliding_window": 2048},
+        {**DFLASH, "dflash_config": {**DFLASH["dflash_config"], "use_swa": True, "swa_window_size": 1024}},
+        {**DFLASH, "dflash_config": {**DFLASH["dflash_config"], "causal": True}},
+    ],
+    ids=["logit_scale", "mistral", "use_swa", "causal"],
+)
+def test_settings_that_change_the_forward_are_refused(contents):
+    with pytest.raises(ValueError, match="logit_scale|sliding|swa|causal"):
+        config_of(contents)
+
+
 def test_reading_changes_nothing():
     for contents in (RELEASED, SPECULATORS, DFLASH, GEMMA4):
         before = json.dumps(contents)
@@ -298,10 +327,6 @@ def test_gemma4_file_of_transformers_5_24(key_equals_value):
     assert meaning_of(config, names) == meaning_of(expected, names)
 
 
-@pytest.mark.xfail(
-    strict=True,
-    reason="`per_layer_config`, which numbers the target's layers, is written back beside fewer layers of the drafter",
-)
 def test_gemma4_of_transformers_5_24_is_written_so_that_it_loads_again(tmp_path):
     written = Gemma4TextConfig(
         **without(GEMMA4, "architectures", "layer_types", "num_hidden_layers"), num_hidden_layers=48

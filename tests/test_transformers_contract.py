@@ -1,16 +1,22 @@
 """What this package leans on in transformers beyond its documentation. A failing test names what a release changed."""
 
+import copy
 import inspect
+from dataclasses import dataclass
 
 import pytest
 import torch
 import transformers
-from conftest import character_tokenizer, left_padded, make_model
-from transformers import Cache, GenerationConfig, StopStringCriteria
+from conftest import FAMILIES, character_tokenizer, left_padded, make_model
+from safetensors.torch import save_file
+from torch import nn
+from transformers import Cache, GenerationConfig, PreTrainedModel, StopStringCriteria
 from transformers.cache_utils import CacheLayerMixin, DummyLayer, get_layer_types_and_kwargs
 from transformers.generation import GenerationMixin
 from transformers.generation import logits_process as hf
 from transformers.masking_utils import create_causal_mask
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+from transformers.utils import cached_file
 
 from hf_specgen import enable_speculation
 from hf_specgen.generation import SpeculationMixin
@@ -298,3 +304,228 @@ def test_processor_that_is_applied_to_all_positions_reads_no_ids(processor):
 
 def test_enabled_model_has_the_same_generate(model):
     assert type(enable_speculation(model)).generate is GenerationMixin.generate
+
+
+# What hf_specgen/dspark leans on
+
+
+def test_loading_lets_the_model_judge_its_keys_before_they_are_reported(tmp_path, monkeypatch):
+    model, calls = make_model("llama"), []
+
+    class Judge(type(model)):
+        def _adjust_missing_and_unexpected_keys(self, loading_info):
+            super()._adjust_missing_and_unexpected_keys(loading_info)
+            calls.append(("adjust", copy.deepcopy(loading_info), self))
+            loading_info.missing_keys.clear()
+
+    def report(**settings):
+        calls.append(("report", settings["loading_info"], settings["model"]))
+
+    assert parameters_of(PreTrainedModel._adjust_missing_and_unexpected_keys) == ["self", "loading_info"]
+    tensors = model.state_dict()
+    del tensors["model.layers.1.mlp.up_proj.weight"]
+    tensors |= {"foo": torch.ones(1), "lm_head.weight": torch.ones(3, 32)}
+    model.save_pretrained(tmp_path)
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    monkeypatch.setattr(transformers.modeling_utils, "log_state_dict_report", report)
+    loaded = Judge.from_pretrained(tmp_path)
+    (first, info, of_model), (second, reported, _) = calls
+    assert (first, second) == ("adjust", "report") and of_model is loaded, "keys are judged elsewhere or later"
+    assert info.missing_keys == {"model.layers.1.mlp.up_proj.weight"} and info.unexpected_keys == {"foo"}
+    ((name, in_file, in_model),) = info.mismatched_keys
+    assert (name, tuple(in_file), tuple(in_model)) == ("lm_head.weight", (3, 32), (64, 32))
+    assert not reported.missing_keys, "what the model takes off the list is reported all the same"
+
+
+def test_what_is_raised_about_keys_leaves_from_pretrained(tmp_path):
+    model = make_model("llama")
+    model.save_pretrained(tmp_path)
+
+    class Strict(type(model)):
+        def _adjust_missing_and_unexpected_keys(self, loading_info):
+            raise ValueError("these keys are wrong")
+
+    with pytest.raises(ValueError, match="these keys are wrong"):
+        Strict.from_pretrained(tmp_path)
+
+
+class StubCache:
+    """A cache of no length, as the drafter's own."""
+
+    def __init__(self):
+        self.crops = []
+
+    def get_seq_length(self, layer_idx=0):
+        return 0
+
+    def crop(self, max_length):
+        self.crops.append(max_length)
+
+
+class StubAssistant:
+    """An assistant that always guesses token 5 and says what is asked of it."""
+
+    def __init__(self, model):
+        self._known = {
+            "device": model.device,
+            "config": model.config,
+            "generation_config": GenerationConfig(num_assistant_tokens=3, num_assistant_tokens_schedule="constant"),
+            "_supports_logits_to_keep": lambda: False,
+            "generate": self._generate,
+        }
+        self.asked, self.calls, self.caches = set(), [], []
+
+    def __getattr__(self, name):
+        if name.startswith("__") or name not in self.__dict__.get("_known", {}):
+            raise AttributeError(name)
+        self.asked.add(name)
+        return self._known[name]
+
+    def _generate(self, **kwargs):
+        self.calls.append(kwargs)
+        self.caches.append(StubCache())
+        count = kwargs["max_new_tokens"]
+        guesses = torch.full((1, count), 5)
+        scores = torch.full((1, 64), -100.0)
+        scores[:, 5] = 0.0
+        return StubOutput(torch.cat([kwargs["input_ids"], guesses], dim=1), (scores,) * count, self.caches[-1])
+
+
+@dataclass(frozen=True)
+class StubOutput:
+    """All that the loop may read of what an assistant gives."""
+
+    sequences: torch.Tensor
+    scores: tuple[torch.Tensor, ...]
+    cache: StubCache
+
+
+def test_assistant_is_asked_for_these_attributes_and_arguments(model):
+    assistant = StubAssistant(model)
+    batch = left_padded([6])
+    found = model.generate(**batch, assistant_model=assistant, max_new_tokens=8, do_sample=False)
+    assert found.tolist() == model.generate(**batch, max_new_tokens=8, do_sample=False).tolist()
+    wanted = {"device", "config", "generation_config", "_supports_logits_to_keep", "generate"}
+    assert assistant.asked <= wanted, f"an assistant needs {assistant.asked - wanted} as well"
+    assert len(assistant.calls) > 1
+    for number, call in enumerate(assistant.calls):
+        assert {"input_ids", "max_new_tokens", "generation_config", "logits_processor", "attention_mask"} <= set(call)
+        others = {"min_new_tokens", "position_ids", "use_cache", "cache", "logits_to_keep", "token_type_ids"}
+        left = set(call) - others - {"input_ids", "max_new_tokens", "generation_config", "logits_processor"}
+        assert left == {"attention_mask"}, f"an assistant is called with other arguments: {left}"
+        assert call["generation_config"].is_assistant is True, "the mark of a call by transformers' own loop is gone"
+        assert call["generation_config"].do_sample is False and call["max_new_tokens"] <= 3
+        previous = assistant.caches[number - 1] if number else None
+        assert call.get("cache") is previous, "the cache of the round before is not handed back: no place for a state"
+        assert not (previous and any(length > 0 for length in previous.crops)), "crop takes a length to keep again"
+
+
+def test_assistant_in_transformers_gets_the_padding_and_the_processors(model):
+    assistant = StubAssistant(model)
+    batch = left_padded([3, 6])
+    row = {name: tensor[:1] for name, tensor in batch.items()}
+    settings = {"max_new_tokens": 6, "do_sample": True, "temperature": 0.5, "top_k": 7, "repetition_penalty": 1.3}
+    model.generate(**row, assistant_model=assistant, **settings)
+    for call in assistant.calls:
+        names = [type(processor).__name__ for processor in call["logits_processor"]]
+        assert names == ["RepetitionPenaltyLogitsProcessor", "TemperatureLogitsWarper", "TopKLogitsWarper"]
+        assert call["generation_config"].do_sample is True
+        assert call["attention_mask"].shape == call["input_ids"].shape
+        assert call["attention_mask"][0, :4].tolist() == [0, 0, 0, 1]
+
+
+@pytest.mark.parametrize("family", [name for name in FAMILIES if name != "phi3_longrope"])
+@torch.no_grad()
+def test_decoder_takes_cache_and_wanted_hidden_states_as_keywords(family):
+    """Hooks on `get_decoder()` read the cache and ask for single hidden states."""
+    model, seen, asked = make_model(family), [], []
+
+    def ask(module, args, kwargs):
+        seen.append((args, kwargs.get("cache"), kwargs.get("output_hidden_states")))
+        return args, {**kwargs, "output_hidden_states": [0, 1]}
+
+    def catch(module, args, kwargs, outputs):
+        asked.append(outputs.hidden_states)
+
+    input_ids = left_padded([6])["input_ids"]
+    expected = model(input_ids, output_hidden_states=True).hidden_states
+    decoder = model.get_decoder()
+    handles = [decoder.register_forward_pre_hook(ask, with_kwargs=True)]
+    handles += [decoder.register_forward_hook(catch, with_kwargs=True)]
+    model.generate(input_ids, max_new_tokens=3, do_sample=False)
+    for handle in handles:
+        handle.remove()
+    assert len(seen) >= 2
+    for args, cache, states in seen:
+        assert not any(isinstance(value, Cache) for value in args) and isinstance(cache, Cache)
+        assert not states, "somebody else asks for hidden states: the hook would have to add to them"
+    for index in (0, 1):
+        torch.testing.assert_close(asked[0][index], expected[index], rtol=0, atol=1e-5)
+    assert len(asked[0]) == len(expected) and asked[0][2] is None, "all hidden states are kept, not the wanted ones"
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2", "mixtral"])
+@torch.no_grad()
+def test_hidden_states_are_raw_outputs_of_layers_but_for_the_last(family):
+    """Why layer i is `hidden_states[i + 1]`, and why the last layer cannot be tapped."""
+    model, raw = make_model(family, num_hidden_layers=3), []
+    decoder = model.get_decoder()
+
+    def keep(module, args, outputs):
+        raw.append(outputs[0] if isinstance(outputs, tuple) else outputs)
+
+    handles = [layer.register_forward_hook(keep) for layer in decoder.layers]
+    states = model(left_padded([6])["input_ids"], output_hidden_states=True).hidden_states
+    for handle in handles:
+        handle.remove()
+    assert len(states) == 4
+    for index in (0, 1):
+        assert torch.equal(states[index + 1], raw[index])
+    assert not torch.allclose(states[3], raw[2])
+    torch.testing.assert_close(states[3], decoder.norm(raw[2]), rtol=0, atol=1e-5)
+
+
+def test_new_weights_of_rotary_embeddings_and_norms_are_recognised_by_name(model):
+    class AnyRotaryEmbedding(nn.Module):
+        rope_type = "default"
+
+        def __init__(self):
+            super().__init__()
+            self.config = model.config
+            self.register_buffer("inv_freq", torch.zeros(4), persistent=False)
+            self.register_buffer("original_inv_freq", torch.zeros(4), persistent=False)
+
+        @staticmethod
+        def compute_default_rope_parameters(config, **kwargs):
+            return torch.arange(1.0, 5.0), 1.0
+
+    rotary, norm = AnyRotaryEmbedding(), nn.RMSNorm(4)
+    nn.init.zeros_(norm.weight)
+    for module in (rotary, norm, nn.RMSNorm(4, elementwise_affine=False)):
+        model._init_weights(module)
+    assert rotary.inv_freq.tolist() == rotary.original_inv_freq.tolist() == [1.0, 2.0, 3.0, 4.0], (
+        "`_init_weights` no longer fills the frequencies of a model that was made on the meta device"
+    )
+    assert norm.weight.tolist() == [1.0] * 4, "`_init_weights` no longer knows `torch.nn.RMSNorm`"
+
+
+def test_rotary_functions_take_a_configuration():
+    """`DSparkRotaryEmbedding` calls them with its own configuration and the default type has none."""
+    assert {"linear", "yarn", "llama3", "proportional"} <= set(ROPE_INIT_FUNCTIONS)
+    assert "default" not in ROPE_INIT_FUNCTIONS
+    for kind in ("linear", "yarn", "llama3", "proportional"):
+        parameters = inspect.signature(ROPE_INIT_FUNCTIONS[kind]).parameters.values()
+        needed = [p.name for p in parameters if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD]
+        assert needed in ([], ["config"]), f"{kind!r} needs {needed}"
+
+
+def test_files_that_are_not_there_give_no_path(tmp_path):
+    """How the threshold and the calibration beside a checkpoint are looked for."""
+    quiet = {
+        "_raise_exceptions_for_missing_entries": False,
+        "_raise_exceptions_for_connection_errors": False,
+        "_raise_exceptions_for_gated_repo": False,
+    }
+    assert cached_file(tmp_path, "generation_config.json", **quiet) is None
+    (tmp_path / "generation_config.json").write_text("{}")
+    assert cached_file(tmp_path, "generation_config.json", **quiet) == str(tmp_path / "generation_config.json")

@@ -24,7 +24,6 @@ from .drafting_dspark import draft_block, known_ids, tapped_states
 from .target import check_target
 
 if TYPE_CHECKING:
-    from .configuration_dspark import DSparkConfig
     from .modeling_dspark import DSparkModel
 
 SPAN = slice(0, 1)  # the one row of a session
@@ -124,6 +123,7 @@ class Session:
     def __init__(self, model: "DSparkModel"):
         self.model = model
         self.context = SlotCache(model.config, num_rows=1)
+        self.num_columns = 0  # of the text whose states were taken in
         self.tap = Tap(model.config.target_layer_ids, lambda target: check_target(model, target))
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
@@ -133,28 +133,29 @@ class Session:
     def crop(self, max_length: int) -> None:
         """Does nothing: of a pass only the accepted part is taken in."""
 
-    def take_in(self, num_context: int, num_padding: int) -> bool:
+    def take_in(self, num_columns: int, attention_mask: Tensor | None) -> bool:
         """
         Computes the context of the accepted tokens from the target's last pass.
 
         Args:
-            num_context (`int`): tokens before the anchor.
-            num_padding (`int`): padded columns on the left of the prompt.
+            num_columns (`int`): columns of the text before the anchor.
+            attention_mask (`torch.LongTensor` of shape `(1, columns)`, *optional*): zeros stand at columns that count
+                for nothing, such as padding on the left.
 
         Returns:
             Whether the context is complete, so that a block can be drafted.
         """
         hidden_states = self.tap.take()
-        length = int(self.context.lengths[0])
-        if not hidden_states:
+        num_new = num_columns - self.num_columns
+        if not hidden_states or not 0 < num_new <= hidden_states[self.tap.indices[0]].shape[1]:  # a pass was not seen
             return False
-        states = tapped_states(self.model, hidden_states)[:, num_padding if length == 0 else 0 :]
-        num_new = num_context - length
-        if not 0 < num_new <= states.shape[1]:  # a pass was not seen
-            return False
-        count = torch.tensor([num_new])
-        write = self.context.begin(SPAN, count, num_new, states.device)
-        self.model.write_context(states[:, :num_new], self.context, write.position_ids)
+        states = tapped_states(self.model, hidden_states)[:, :num_new]
+        if self.num_columns == 0 and attention_mask is not None:
+            states = states[:, attention_mask[0, :num_new].to(states.device) != 0]
+        self.num_columns = num_columns
+        count = torch.tensor([states.shape[1]])
+        write = self.context.begin(SPAN, count, states.shape[1], states.device)
+        self.model.write_context(states, self.context, write.position_ids)
         self.context.advance(SPAN, count)
         return True
 
@@ -167,7 +168,7 @@ class Session:
         threshold = model.confidence_threshold
         logits = model.base_logits(states, target)
         confidences = model.unroll(states, logits, anchor_ids, choice.choose, has_confidence=threshold > 0)
-        length = len(choice.scores)
+        length = choice.num_possible()
         if threshold == 0:
             return length
         if confidences is None:
@@ -177,12 +178,23 @@ class Session:
         return int(lengths[0])
 
 
+class NoScores:
+    """
+    Stands for the scores of no candidates. transformers stacks what it gets, and knows a result of None: nothing was
+    drafted. torch asks an argument that is no tensor what a function makes of it.
+    """
+
+    @classmethod
+    def __torch_function__(cls, function: Callable, types: Any, args: Any = (), kwargs: Any = None) -> None:
+        return None
+
+
 @dataclass(frozen=True)
 class AssistantOutput:
     """What the loop reads of an assistant: ids `(1, length + k)`, `k` scores `(1, vocab)`, and the session."""
 
     sequences: Tensor
-    scores: tuple[Tensor, ...]
+    scores: tuple[Tensor | NoScores, ...]
     cache: Session
 
 
@@ -200,8 +212,8 @@ def generate_candidates(
     """
     The candidates of one round, for the loop of transformers.
 
-    In the first round no state of the target is known yet: it guesses the mask token with a one-hot law, which is
-    exact and practically never accepted. The same guess stands in where the confidence threshold leaves nothing.
+    In the first round no state of the target is known yet, and the confidence threshold may leave nothing: then there
+    are no candidates, and the loop takes a plain step.
 
     Raises:
         `ValueError`: for what that loop would get wrong, with a pointer to [`enable_speculation`].
@@ -216,17 +228,13 @@ def generate_candidates(
         raise ValueError(f"`stop_strings` are missed inside a block by transformers' assisted decoding; {POINTER}.")
     session = Session(model) if cache is None else cache
     choice = _Choice(input_ids, logits_processor, bool(generation_config.do_sample))
-    num_padding = 0 if attention_mask is None else int((attention_mask[0] == 0).sum())
     length = 0
-    if session.take_in(input_ids.shape[1] - 1 - num_padding, num_padding):
+    if session.take_in(input_ids.shape[1] - 1, attention_mask):
         asked = generation_config.num_assistant_tokens  # by the call; transformers itself reads the drafter's only
         length = session.draft(choice, max_new_tokens if asked is None else min(max_new_tokens, asked))
-    if length == 0:
-        choice.guess(model.config)
-        length = 1
     session.tap.arm()
     sequences = torch.cat([input_ids, *(ids[:, None] for ids in choice.token_ids[:length])], dim=1)
-    return AssistantOutput(sequences, tuple(choice.scores[:length]), session)
+    return AssistantOutput(sequences, tuple(choice.scores[:length]) or (NoScores(),), session)
 
 
 class _Choice:
@@ -241,6 +249,11 @@ class _Choice:
         self.token_ids: list[Tensor] = []  # each (1,)
         self.scores: list[Tensor] = []  # each (1, vocab)
 
+    def num_possible(self) -> int:
+        """How many candidates come before the first one for which the processors left nothing that is drafted."""
+        best = torch.cat([scores.amax(dim=-1) for scores in self.scores])
+        return int((best > -torch.inf).long().cumprod(dim=0).sum())
+
     def choose(self, index: int, logits: Tensor) -> Tensor:
         """The next candidate from its corrected logits `(1, vocab)`, drawn from the softmax of the kept scores."""
         prefix = torch.cat([self.input_ids, *(ids[:, None] for ids in self.token_ids)], dim=1)
@@ -248,15 +261,9 @@ class _Choice:
         for processor in self.logits_processor:
             scores = processor(prefix, scores)
         if self.do_sample:
-            chosen_ids = sample(scores.softmax(dim=-1), torch.rand(1, device=scores.device))
+            chosen_ids = sample(scores.softmax(dim=-1).nan_to_num(), torch.rand(1, device=scores.device))
         else:
             chosen_ids = scores.argmax(dim=-1)
         self.token_ids.append(chosen_ids)
         self.scores.append(scores)
         return chosen_ids
-
-    def guess(self, config: "DSparkConfig") -> None:
-        """The mask token, for certain."""
-        scores = torch.full((1, config.vocab_size), -torch.inf, device=self.input_ids.device)
-        scores[0, config.mask_token_id] = 0.0
-        self.token_ids, self.scores = [scores.argmax(dim=-1)], [scores]

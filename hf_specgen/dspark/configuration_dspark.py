@@ -6,7 +6,9 @@ from dataclasses import field
 from typing import Any, ClassVar
 
 from transformers import PreTrainedConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from .field_kinds import KINDS, check_fields, check_rope
 from .layouts import LAYOUTS, read_layout, write_layout
 
 MARKOV_HEAD_TYPES = ("vanilla", "gated", "rnn")
@@ -127,10 +129,12 @@ class DSparkConfig(PreTrainedConfig):
 
     def validate(self) -> None:
         """Raises `ValueError` in a sentence where fields are wrong or do not fit together."""
-        for name in ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "block_size"):
-            value = getattr(self, name)
-            if type(value) is not int or value < 1:
-                raise ValueError(f"`{name}` has to be an int of at least 1, but is {value!r}.")
+        check_fields({name: getattr(self, name) for name in KINDS if hasattr(self, name)})
+        if self.num_attention_heads % self.num_key_value_heads:
+            raise ValueError(
+                f"`num_key_value_heads` has to divide the `num_attention_heads` of {self.num_attention_heads}, but is "
+                f"{self.num_key_value_heads}."
+            )
         if self.num_candidates < 1:
             raise ValueError("`block_size` has to be at least 2 where the anchor's slot predicts nothing, but is 1.")
         self._check_target_layer_ids()
@@ -139,8 +143,6 @@ class DSparkConfig(PreTrainedConfig):
                 f"`mask_token_id` has to be an id below the `vocab_size` of {self.vocab_size}, but is "
                 f"{self.mask_token_id!r}."
             )
-        if type(self.markov_rank) is not int or self.markov_rank < 0:
-            raise ValueError(f"`markov_rank` has to be an int of at least 0, but is {self.markov_rank!r}.")
         if self.markov_rank and self.markov_head_type not in MARKOV_HEAD_TYPES:
             raise ValueError(
                 f"`markov_head_type` has to be one of {MARKOV_HEAD_TYPES}, but is {self.markov_head_type!r}."
@@ -157,18 +159,29 @@ class DSparkConfig(PreTrainedConfig):
                 f"`layer_types` has to name 'full_attention' for each of {self.num_hidden_layers} layers, but is "
                 f"{self.layer_types}; drafters with sliding windows are not supported."
             )
+        self._check_rope()
+        if not math.isfinite(self.embedding_scale):
+            raise ValueError(f"`embedding_scale` has to be finite, but is {self.embedding_scale!r}.")
+
+    def _check_rope(self) -> None:
+        check_rope(self.rope_parameters)
         rope_type = (self.rope_parameters or {}).get("rope_type", "default")
         if rope_type in ROPE_TYPES_BY_LENGTH:
             raise ValueError(
                 f"`rope_parameters` are of type {rope_type!r}, whose frequencies change with the length; context keys "
                 "are computed once, so give the drafter another type."
             )
-        if not math.isfinite(self.embedding_scale):
-            raise ValueError(f"`embedding_scale` has to be finite, but is {self.embedding_scale!r}.")
+        if rope_type in ROPE_INIT_FUNCTIONS:
+            try:
+                ROPE_INIT_FUNCTIONS[rope_type](self)
+            except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:
+                raise ValueError(
+                    f"`rope_parameters` {self.rope_parameters} are not those of type {rope_type!r}: {error!r}."
+                ) from error
 
     def _check_target_layer_ids(self) -> None:
         ids = self.target_layer_ids
-        if not ids or any(type(i) is not int for i in ids) or ids[0] < -1 or any(a >= b for a, b in zip(ids, ids[1:])):
+        if not ids or ids[0] < -1 or any(a >= b for a, b in zip(ids, ids[1:])):
             raise ValueError(
                 "`target_layer_ids` has to hold strictly increasing layer numbers from -1 (the embedding output) on, "
                 f"but is {ids}."

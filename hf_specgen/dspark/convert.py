@@ -6,6 +6,7 @@ from transformers import PreTrainedModel
 
 from .layouts import LAYOUTS
 from .modeling_dspark import DSparkModel
+from .target import foreign_tables
 
 
 def convert(
@@ -25,7 +26,8 @@ def convert(
         layout (`str`, *optional*, defaults to `"released"`):
             `"released"`, `"speculators"` or `"dspark"`.
         target ([`~transformers.PreTrainedModel`], *optional*):
-            The target, from which embedding and head are taken where the layout holds them and the source does not.
+            The target, from which embedding and head are taken where the layout holds them and the source does not;
+            where the layout leaves them to the target, they are compared with it.
 
     Raises:
         `ValueError`: if the layout is unknown, cannot express the drafter, or needs the target.
@@ -35,4 +37,8 @@ def convert(
     model = DSparkModel.from_pretrained(source, dtype="auto")
     if target is not None and layout == "released":
         model.share_weights(target)
+    if target is not None and layout == "speculators" and (lost := foreign_tables(model, target)):
+        raise ValueError(
+            f"The speculators layout takes {' and '.join(lost)} from the target, but those of the drafter differ."
+        )
     model.save_pretrained(destination, layout=layout)

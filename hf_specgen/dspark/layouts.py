@@ -8,6 +8,8 @@ from typing import Any
 
 from transformers import CONFIG_MAPPING
 
+from .field_kinds import check_fields, check_rope
+
 LAYOUTS = ("released", "dspark", "speculators")
 SHARED_FIELDS = (
     "vocab_size",
@@ -56,6 +58,7 @@ FAMILY_FIELDS = (
 )
 GEMMA4_TYPES = ("gemma4_text", "gemma4_unified_text")
 FAMILY_TYPES = ("qwen3", "qwen2", "llama", "mistral", *GEMMA4_TYPES)
+CHANGES_FORWARD = {"logit_scale": 1.0, "use_swa": False, "causal": False}  # what is known of these is their default
 OTHER_NAMES = {"noise_token_id": "mask_token_id"}  # of DeepSeek-V4's own configuration
 
 
@@ -77,12 +80,15 @@ def read_layout(config: dict[str, Any]) -> dict[str, Any]:
     if not config or config.get("model_type") == "dspark":
         return config
     is_speculators = "speculators_model_type" in config or "transformer_layer_config" in config
+    check_fields(config, frozenset(DRAFTER_FIELDS) | {"head_dim", "num_key_value_heads", "aux_hidden_state_layer_ids"})
     settings = _speculators_settings(config) if is_speculators else _flat_settings(config)
     if missing := [name for name in ESSENTIAL_FIELDS if settings.get(name) is None]:
+        hint = " (in speculators' files `aux_hidden_state_layer_ids`)" if is_speculators else ""
         raise ValueError(
             f"This config.json (architectures {config.get('architectures')}) is not that of a DSpark or DFlash "
-            f"drafter: it has no {', '.join(f'`{name}`' for name in missing)}."
+            f"drafter: it has no {', '.join(f'`{name}`' for name in missing)}{hint}."
         )
+    _check_settings(settings)
     fields = {name: settings[name] for name in DRAFTER_FIELDS if settings.get(name) is not None}
     fields |= _family_fields(settings)
     for name in ("dtype", "torch_dtype"):
@@ -96,6 +102,23 @@ def read_layout(config: dict[str, Any]) -> dict[str, Any]:
     return {**fields, "model_type": "dspark", "published_config": rest}
 
 
+def _check_settings(settings: dict[str, Any]) -> None:
+    is_derived = settings.get("model_type") != "qwen3"
+    check_fields(settings, frozenset(DRAFTER_FIELDS) | ({"head_dim", "num_key_value_heads"} if is_derived else set()))
+    rope = settings.get("rope_parameters")
+    check_rope(rope.get("full_attention", rope) if isinstance(rope, dict) else rope)
+    layer_types, num_layers = settings.get("layer_types"), settings.get("num_hidden_layers")
+    if layer_types is not None and num_layers is not None and len(layer_types) != num_layers:
+        raise ValueError(
+            f"`layer_types` has to name one kind per layer, `num_hidden_layers` {num_layers}, but is {layer_types}."
+        )
+    for name, default in CHANGES_FORWARD.items():
+        if settings.get(name) not in (None, default):
+            raise ValueError(f"Drafters with `{name}` {settings[name]!r} are not supported.")
+    if settings.get("model_type") == "mistral" and settings.get("sliding_window") is not None:
+        raise ValueError(f"Drafters with a `sliding_window` ({settings['sliding_window']!r}) are not supported.")
+
+
 def _flat_settings(config: dict[str, Any]) -> dict[str, Any]:
     """Top-level keys, over which nested ones and then `dspark_`-prefixed ones win."""
     settings = {**config, **(config.get("text_config") or {})}
@@ -107,6 +130,8 @@ def _flat_settings(config: dict[str, Any]) -> dict[str, Any]:
     for other, name in OTHER_NAMES.items():
         if other in settings:
             settings[name] = settings[other]
+    if "bonus_anchor" in settings:  # vLLM's older name: a bonus anchor predicts nothing
+        settings.setdefault("sample_from_anchor", not settings["bonus_anchor"])
     architecture = (config.get("architectures") or [""])[0]
     # z-lab's slot 0 predicts nothing; DeepSeek's DFlash files bear the architecture of DSpark, and their layout.
     if architecture == "DFlashDraftModel" or ("dflash_config" in config and "DSpark" not in architecture):
@@ -116,6 +141,8 @@ def _flat_settings(config: dict[str, Any]) -> dict[str, Any]:
 
 def _speculators_settings(config: dict[str, Any]) -> dict[str, Any]:
     """speculators counts hidden states instead of layers: 0 is the embedding output."""
+    if not isinstance(config.get("transformer_layer_config"), dict):
+        raise ValueError("`transformer_layer_config` has to be an object in a file of speculators, but is not there.")
     is_dspark = config.get("speculators_model_type", "dspark") == "dspark"
     settings = {
         "sample_from_anchor": is_dspark,
@@ -123,7 +150,7 @@ def _speculators_settings(config: dict[str, Any]) -> dict[str, Any]:
         **config["transformer_layer_config"],
         **{name: config[name] for name in DRAFTER_FIELDS if config.get(name) is not None},
     }
-    if "aux_hidden_state_layer_ids" in config:
+    if config.get("aux_hidden_state_layer_ids") is not None:
         settings["target_layer_ids"] = [index - 1 for index in config["aux_hidden_state_layer_ids"]]
     return settings
 
@@ -135,7 +162,10 @@ def _family_fields(settings: dict[str, Any]) -> dict[str, Any]:
     if model_type in GEMMA4_TYPES:
         return _gemma4_fields(settings)
     # The file may hold only what differs from the family's defaults.
-    family = CONFIG_MAPPING[model_type](**settings)
+    try:
+        family = CONFIG_MAPPING[model_type](**settings)
+    except Exception as error:  # transformers has several of its own
+        raise ValueError(f"The layers that this config.json describes cannot be made: {error}.") from error
     full = family.to_dict()
     fields = {name: full[name] for name in SHARED_FIELDS if name in full}
     has_bias = model_type == "qwen2" or bool(full.get("attention_bias"))
@@ -149,13 +179,17 @@ def _family_fields(settings: dict[str, Any]) -> dict[str, Any]:
 
 def _gemma4_fields(settings: dict[str, Any]) -> dict[str, Any]:
     """A Gemma4 drafter has the target's global layers only."""
+    if missing := [name for name in ("hidden_size", "num_key_value_heads") if name not in settings]:
+        raise ValueError(f"A Gemma4 drafter's config.json has to hold `{missing[0]}`, but does not.")
     for name in ("enable_moe_block", "hidden_size_per_layer_input"):
         if settings.get(name):
             raise ValueError(f"Gemma4 drafters with `{name}` ({settings[name]!r}) are not supported.")
     fields = {name: settings[name] for name in SHARED_FIELDS if name in settings}
     overrides = [*(settings.get("per_layer_config") or {}).values(), {}][0]
     is_key_value = bool(settings.get("attention_k_eq_v"))
-    head_dim = settings.get("global_head_dim") or overrides.get("head_dim") or settings["head_dim"]
+    head_dim = settings.get("global_head_dim") or overrides.get("head_dim") or settings.get("head_dim")
+    if head_dim is None:
+        raise ValueError("A Gemma4 drafter's config.json has to hold `global_head_dim` or `head_dim`, but does not.")
     num_heads = settings.get("num_global_key_value_heads") or overrides.get("num_key_value_heads")
     rope = settings.get("rope_parameters") or {}
     return fields | {
@@ -207,7 +241,7 @@ def write_layout(fields: dict[str, Any], layout: str) -> dict[str, Any]:
         del drafter["confidence_head_with_markov"]
     prefix = {"gemma4_text": "Gemma4"}.get(family, family.capitalize())
     stamp = {name: fields[name] for name in ("dtype", "transformers_version") if fields.get(name)}
-    for nested in ("dflash_config", "dspark_config", "text_config", "auto_map"):
+    for nested in ("dflash_config", "dspark_config", "text_config", "auto_map", "per_layer_config"):
         layers.pop(nested, None)
     layers = {name: value for name, value in layers.items() if not name.startswith("dspark_")}
     return {**layers, **drafter, **stamp, "architectures": [f"{prefix}DSparkModel"]}

@@ -41,6 +41,11 @@ class DSparkPreTrainedModel(PreTrainedModel):
         model = loaded[0] if isinstance(loaded, tuple) else loaded
         hub: dict[str, Any] = {name: kwargs[name] for name in HUB_KWARGS if name in kwargs}
         model.confidence_threshold = load_threshold(pretrained_model_name_or_path, hub)
+        if model.confidence_threshold > 0 and not model.config.enable_confidence_head:
+            raise ValueError(
+                f"The checkpoint's `assistant_confidence_threshold` of {model.confidence_threshold} needs a "
+                "confidence head, but the drafter has none."
+            )
         model.calibration = load_calibration(pretrained_model_name_or_path, model.config.num_candidates, hub)
         return loaded
 
@@ -58,6 +63,7 @@ class DSparkPreTrainedModel(PreTrainedModel):
             "unexpected": sorted(loading_info.unexpected_keys),
             "misshapen": [f"{name} {tuple(a)} instead of {tuple(b)}" for name, a, b in loading_info.mismatched_keys],
         }
+        loading_info.mismatched_keys.clear()  # else transformers raises its own error in place of this one
         if found := [f"{what}: {', '.join(names)}" for what, names in problems.items() if names]:
             raise ValueError(f"The checkpoint does not hold the tensors of its configuration; {'; '.join(found)}.")
 

@@ -8,14 +8,13 @@ import copy
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..decoder import Decoder
 from ..prompts import encode_prompt, load_prompts
 from ..request import Request
 from .drafting_dspark import DSparkDrafter
-from .target import check_target, head_of
+from .target import check_target, foreign_tables
 
 if TYPE_CHECKING:
     from .modeling_dspark import DSparkModel
@@ -23,7 +22,8 @@ if TYPE_CHECKING:
 NUM_PROMPTS = 4
 MAX_NEW_TOKENS = 32
 MAX_MASK_TOKENS = 8
-GOOD_LENGTH = 2.0  # tokens per round from which nothing is searched for
+GOOD_SHARE = 0.5  # of the most tokens that a round can yield, from which nothing is searched for
+POOR_LENGTH = 1.3  # tokens per round that need an explanation
 CLEAR_GAIN = 1.2  # by which another setting has to be better to be named
 
 
@@ -58,9 +58,13 @@ def check_drafter(
     else:
         turns = [(prompt,) for prompt in prompts]
     prompt_ids = [encode_prompt(tokenizer, turn) for turn in turns]
-    findings = _foreign_tables(model, target)
+    findings = [
+        f"`{name}` differs from the target's: the drafter was made for another target, or for this one before it was "
+        "trained further."
+        for name in foreign_tables(model, target)
+    ]
     length = _mean_accepted_length(model, target, prompt_ids)
-    if length >= GOOD_LENGTH:
+    if length >= GOOD_SHARE * (model.config.block_size + 1):
         return DSparkCheck(length, {}, tuple(findings))
     alternatives = {
         name: _mean_accepted_length(variant, target, prompt_ids)
@@ -72,7 +76,7 @@ def check_drafter(
         findings.append(
             f"With {best} it drafts {better[best]:.2f} instead of {length:.2f} tokens per round: use that."
         )
-    else:
+    elif length < POOR_LENGTH:
         findings.append(
             "No other setting helps. The drafter may be untrained, made for another target, or trained on other kinds "
             "of prompts or another chat template."
@@ -85,20 +89,6 @@ def _mean_accepted_length(model: "DSparkModel", target: PreTrainedModel, prompts
     for _ in decoder.run([Request(ids, MAX_NEW_TOKENS) for ids in prompts]):
         pass
     return decoder.stats.mean_accepted_length
-
-
-def _foreign_tables(model: "DSparkModel", target: PreTrainedModel) -> list[str]:
-    """A drafter's embedding and head are copies of its target's."""
-    pairs: dict[str, tuple[Any, Any]] = {"embed_tokens": (model.embed_tokens, target.get_input_embeddings())}
-    if model.config.draft_vocab_size is None:
-        pairs["lm_head"] = (model.lm_head, head_of(target))
-    return [
-        f"`{name}` differs from the target's: the drafter was made for another target, or for this one before it was "
-        "trained further."
-        for name, (own, other) in pairs.items()
-        if own is not None
-        and (own.weight.shape != other.weight.shape or not torch.equal(own.weight.to(other.weight), other.weight))
-    ]
 
 
 def _variants(

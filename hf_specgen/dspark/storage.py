@@ -16,7 +16,13 @@ def load_threshold(folder: str | os.PathLike, hub_kwargs: dict[str, Any]) -> flo
     path = _found(folder, GENERATION_CONFIG_NAME, hub_kwargs)
     if path is None:
         return 0.0
-    return check_threshold(json.loads(Path(path).read_text()).get("assistant_confidence_threshold") or 0.0)
+    try:
+        contents = json.loads(Path(path).read_text())
+    except ValueError as error:
+        raise ValueError(f"`{path}` has to be a readable JSON file, but is not: {error}.") from error
+    if not isinstance(contents, dict):
+        raise ValueError(f"`{path}` has to hold a JSON object, but holds {contents!r}.")
+    return check_threshold(contents.get("assistant_confidence_threshold") or 0.0)
 
 
 def check_threshold(threshold: float) -> float:
@@ -53,6 +59,8 @@ def rewrite_saved(
 ) -> None:
     """Writes config.json as its layout wants it, and threshold and calibration where they are set."""
     Path(folder, "config.json").write_text(json.dumps(config, indent=2, sort_keys=True, default=str) + "\n")
+    for name in (GENERATION_CONFIG_NAME, CALIBRATION_FILE):  # those of an earlier save would be read again
+        Path(folder, name).unlink(missing_ok=True)
     if threshold > 0:
         GenerationConfig(assistant_confidence_threshold=threshold).save_pretrained(folder)
     if calibration is not None:

@@ -5,7 +5,8 @@ Knows transformers models; of the drafter only its configuration and which of it
 
 from typing import TYPE_CHECKING, Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ..compatibility import check_vocab_sizes, is_sharded, num_input_ids
@@ -76,6 +77,20 @@ def check_target(model: "DSparkModel", target: PreTrainedModel) -> None:
         )
 
 
+def foreign_tables(model: "DSparkModel", target: PreTrainedModel) -> list[str]:
+    """Those of `embed_tokens` and `lm_head` that the drafter has of its own and that are no copies of the target's."""
+    pairs: dict[str, tuple[Any, Any]] = {"embed_tokens": (model.embed_tokens, target.get_input_embeddings())}
+    if model.config.draft_vocab_size is None:
+        pairs["lm_head"] = (model.lm_head, head_of(target))
+    return [name for name, (own, other) in pairs.items() if own is not None and not _is_copy(own.weight, other.weight)]
+
+
+def _is_copy(table: Tensor, other: Tensor) -> bool:
+    """Whether the rows that both have are equal in the type of `table`."""
+    rows = min(len(table), len(other))
+    return table.shape[1] == other.shape[1] and torch.equal(table[:rows], other[:rows].to(table))
+
+
 def settings_for_target(target: PreTrainedModel, mask_token_id: int, settings: dict[str, Any]) -> dict[str, Any]:
     """The fields of [`DSparkConfig`] for a new drafter of the target's family."""
     config = target.config.get_text_config(decoder=True)
@@ -92,7 +107,7 @@ def settings_for_target(target: PreTrainedModel, mask_token_id: int, settings: d
         raise ValueError(f"`{min(unknown)}` is not a field of `DSparkConfig`.")
     num_layers = settings.get("num_hidden_layers", drafter["num_hidden_layers"])
     layers = config.to_dict() if config.model_type in FAMILY_TYPES else _plain_layers(config)
-    layers |= {"num_hidden_layers": num_layers, "layer_types": ["full_attention"] * num_layers}
+    layers |= {"num_hidden_layers": num_layers, "layer_types": ["full_attention"] * num_layers, "sliding_window": None}
     fields = read_layout({**layers, **drafter, "num_hidden_layers": num_layers})
     scale = getattr(target.get_input_embeddings(), "scalar_embed_scale", None)
     if scale is not None:
