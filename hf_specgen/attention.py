@@ -84,12 +84,12 @@ _users: Counter[int] = Counter()  # id of a config -> runs that use it now
 
 
 @contextmanager
-def grouped_attention(model: PreTrainedModel) -> Iterator[None]:
+def grouped_attention(*models: PreTrainedModel) -> Iterator[None]:
     """
-    Uses grouped attention inside the block when `model` runs on transformers' sdpa attention, and restores sdpa after
+    Uses grouped attention inside the block where `models` run on transformers' sdpa attention, and restores sdpa after
     it. Nested and concurrent blocks over one model are counted: the last to end restores.
     """
-    configs = _switchable_configs(model)
+    configs = [config for model in models for config in _switchable_configs(model)]
     with _lock:
         for config in configs:
             _users[id(config)] += 1

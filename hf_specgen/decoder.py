@@ -7,7 +7,7 @@ batches, continuous batching and speculation are settings of it.
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from itertools import count
 
 import torch
@@ -164,13 +164,9 @@ class Decoder:
                 else:
                     self._dummy_pass()
 
-    @contextmanager
-    def fast_attention(self) -> Iterator[None]:
+    def fast_attention(self) -> AbstractContextManager:
         """Lets the models use grouped attention inside the block, as `run` does; for callers of `step`."""
-        with ExitStack() as stack:
-            for used in self._models:
-                stack.enter_context(grouped_attention(used))
-            yield
+        return grouped_attention(*self._models)
 
     @torch.no_grad()
     def step(self) -> list[Request]:

@@ -18,6 +18,7 @@ LAYERS = (
         "attention",
         "cpu_linear",
         "draft_length",
+        "text",
         "prompts",
         "embedded_model",
         "dspark.field_kinds",
@@ -28,6 +29,8 @@ LAYERS = (
         "dspark.backbone",
     },
     {"request"},
+    {"sampling_params", "completion"},
+    {"openai"},
     {"rows", "stopping"},
     {"scoring", "compatibility", "drafting"},
     {"outcome", "profiling", "seating"},
@@ -38,7 +41,10 @@ LAYERS = (
     {"dspark.assistant_dspark", "dspark.selfcheck"},
     {"dspark.modeling_dspark"},
     {"dspark.convert"},
-    {"assistant", "assisted_call", "generation"},
+    {"assistant", "assisted_call", "generation", "job"},
+    {"streams"},
+    {"generation_backend"},
+    {"backends"},
 )
 LEVELS = {name: level for level, names in enumerate(LAYERS) for name in names}
 # What may import a file of its own level, downwards within the level.
