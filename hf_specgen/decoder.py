@@ -22,11 +22,10 @@ from .outcome import Outcome, Taken, settle
 from .request import Request
 from .rows import Rows, forward, forward_last, padded
 from .scoring import score
-from .seating import CANDIDATE_COLUMNS, CacheLimits, Seating
+from .seating import NO_LIMITS, CacheLimits, Seating
 from .stats import DecodingStats
 from .verification import Candidates, Verification, verify
 
-NO_LIMITS = CacheLimits()
 RoundHook = Callable[[Rows, Candidates, Verification], None]
 
 
@@ -88,8 +87,7 @@ class Decoder:
         if drafter is not None:
             drafter.bind(model)
         draft_cache = None if drafter is None else drafter.make_cache(max_batch_size)
-        num_columns = None if limits.capacity is None else limits.capacity + CANDIDATE_COLUMNS
-        self.rows = Rows(model, max_batch_size, num_columns, draft_cache)
+        self.rows = Rows(model, max_batch_size, limits.num_columns, draft_cache)
         self.rows.cache.max_tokens = limits.max_tokens_in_cache
         self._seating = Seating(self.rows, limits)
         self._numbers = count()

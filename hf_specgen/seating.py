@@ -44,6 +44,14 @@ class CacheLimits:
             if (value := getattr(self, field.name)) is not None or field.name == "prefill_chunk_size":
                 check_count(field.name, value)
 
+    @property
+    def num_columns(self) -> int | None:
+        """Columns of a cache of fixed size, None if it grows."""
+        return None if self.capacity is None else self.capacity + CANDIDATE_COLUMNS
+
+
+NO_LIMITS = CacheLimits()
+
 
 @dataclass(frozen=True)
 class PrefillPass:
