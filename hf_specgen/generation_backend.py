@@ -6,7 +6,8 @@ backend, and when nobody reads, nothing is computed.
 
 import threading
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -171,7 +172,7 @@ class GenerationBackend:
                     pending = [job for job in pending if not job.is_done]
                     progress.update(len(jobs) - len(pending) - progress.n)
                     if pending:
-                        with self._lock:
+                        with self._exclusively():
                             self._step()
         finally:
             self._release(jobs)
@@ -179,7 +180,7 @@ class GenerationBackend:
 
     def abort(self, request_id: str) -> bool:
         """Ends the request of that name with finish reason `"aborted"`; whether there was one that had not ended."""
-        with self._lock:
+        with self._exclusively():
             job = self._named.get(request_id)
             if job is None or job.is_done:
                 return False
@@ -200,24 +201,29 @@ class GenerationBackend:
 
     def _submit(self, jobs: list[Job], request_id: str | None = None) -> None:
         """Queues the jobs; one that the decoder refuses keeps the error."""
-        with self._lock:
+        with self._exclusively():
             if request_id is not None:
                 if request_id in self._named:
                     raise ValueError(f"`request_id` {request_id!r} belongs to a request that has not ended.")
                 self._named[request_id] = jobs[0]
-            for job in jobs:
-                if job.request is not None:
-                    try:
-                        self._decoder.add(job.request)
-                        self._jobs[id(job.request)] = job
-                    except ValueError as error:
-                        job.error = error
-            self._forget_ended()
+            requested = [job for job in jobs if job.request is not None]
+            try:
+                self._decoder.add(*(job.request for job in requested))
+            except ValueError:
+                for job in requested:
+                    self._add(job)
+            self._jobs |= {id(job.request): job for job in requested}
+
+    def _add(self, job: Job) -> None:
+        try:
+            self._decoder.add(job.request)
+        except ValueError as error:
+            job.error = error
 
     def _advance(self, jobs: list[Job]) -> list[tuple[int, str]]:
         """Runs rounds until one of the jobs has a piece; none if all have ended."""
         while True:
-            with self._lock:
+            with self._exclusively():
                 pieces = [(number, piece) for number, job in enumerate(jobs) if (piece := job.take_piece())]
                 if pieces or all(job.is_done for job in jobs):
                     return pieces
@@ -233,30 +239,29 @@ class GenerationBackend:
                 job.error = error if isinstance(error, Exception) else RuntimeError("Generation was interrupted.")
                 self._drop(job)
             raise
-        finally:
-            while self._abandoned:
-                self._drop(self._abandoned.popleft())
-            self._forget_ended()
+
+    @contextmanager
+    def _exclusively(self) -> Iterator[None]:
+        """Holds the lock, and tidies up before it is given back."""
+        with self._lock:
+            try:
+                yield
+            finally:
+                while self._abandoned:
+                    self._drop(self._abandoned.popleft())
+                self._jobs = {key: job for key, job in self._jobs.items() if not job.is_done}
+                self._named = {name: job for name, job in self._named.items() if not job.is_done}
+                if not self._decoder.has_unfinished:
+                    self._decoder.release()
 
     def _release(self, jobs: list[Job], is_collected: bool = False) -> None:
         """Ends jobs that nobody waits for."""
-        # The collector may run inside a round, on the thread that holds the lock.
-        if not self._lock.acquire(blocking=not is_collected):
-            self._abandoned.extend(jobs)
-            return
-        try:
-            for job in jobs:
-                self._drop(job)
-        finally:
-            self._lock.release()
+        self._abandoned.extend(job for job in jobs if not job.is_done)
+        # The collector may run inside a round, on the thread that holds the lock: then that round sees to them.
+        if self._abandoned and not (is_collected and self._lock.locked()):
+            with self._exclusively():
+                pass
 
     def _drop(self, job: Job) -> None:
         if job.request is not None:
             self._decoder.abort(job.request)
-        self._forget_ended()
-
-    def _forget_ended(self) -> None:
-        self._jobs = {key: job for key, job in self._jobs.items() if not job.is_done}
-        self._named = {name: job for name, job in self._named.items() if not job.is_done}
-        if not self._decoder.has_unfinished:
-            self._decoder.release()
