@@ -206,19 +206,16 @@ class GenerationBackend:
                 if request_id in self._named:
                     raise ValueError(f"`request_id` {request_id!r} belongs to a request that has not ended.")
                 self._named[request_id] = jobs[0]
-            requested = [job for job in jobs if job.request is not None]
+            accepted = [(job, job.request) for job in jobs if job.request is not None]
             try:
-                self._decoder.add(*(job.request for job in requested))
-            except ValueError:
-                for job in requested:
-                    self._add(job)
-            self._jobs |= {id(job.request): job for job in requested}
-
-    def _add(self, job: Job) -> None:
-        try:
-            self._decoder.add(job.request)
-        except ValueError as error:
-            job.error = error
+                self._decoder.add(*(request for _, request in accepted))
+            except ValueError:  # of some; the others are not concerned
+                for job, request in accepted:
+                    try:
+                        self._decoder.add(request)
+                    except ValueError as error:
+                        job.error = error
+            self._jobs |= {id(request): job for job, request in accepted}
 
     def _advance(self, jobs: list[Job]) -> list[tuple[int, str]]:
         """Runs rounds until one of the jobs has a piece; none if all have ended."""
