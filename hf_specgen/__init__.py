@@ -1,5 +1,7 @@
 """Speculative and batched generation for Hugging Face Transformers, exact at any batch size."""
 
+from .backends import get_generation_backend
+from .completion import Completion
 from .cpu_linear import tune_linears
 from .decoder import Decoder
 from .draft_length import ConfidenceThreshold, StepCosts, ThroughputScheduler, VerifyAll
@@ -15,7 +17,9 @@ from .logits_process import (
     UndecodableMask,
     order_logits_processors,
 )
+from .openai import from_openai
 from .request import DecodingRules, Request
+from .sampling_params import SamplingParams
 from .seating import CacheLimits
 from .stats import DecodingStats
 from .verification import Candidates, Verification, verify
@@ -26,6 +30,7 @@ __all__ = [
     "CacheLimits",
     "Candidates",
     "CausalLMDrafter",
+    "Completion",
     "ConfidenceThreshold",
     "DSparkConfig",
     "DSparkDrafter",
@@ -40,6 +45,7 @@ __all__ = [
     "PromptLookupDrafter",
     "RepetitionPenalty",
     "Request",
+    "SamplingParams",
     "SpeculativeDecoderOnlyOutput",
     "StepCosts",
     "ThroughputScheduler",
@@ -49,6 +55,8 @@ __all__ = [
     "VerifyAll",
     "disable_speculation",
     "enable_speculation",
+    "from_openai",
+    "get_generation_backend",
     "order_logits_processors",
     "tune_linears",
     "verify",

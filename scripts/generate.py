@@ -1,30 +1,28 @@
 """
-Answers one prompt, with any settings:
+Answers prompts, with any settings:
 
     python scripts/generate.py --prompt "Write a haiku about rain." --stats
     python scripts/generate.py --prompt "Rewrite: ..." --num_lookup_tokens 8 --tune_linears --stats
-    accelerate launch scripts/generate.py --model my/target --draft_model my/draft --prompt "Hello" --do_sample
+    python scripts/generate.py --model my/target --draft_model my/draft --prompt "Hello" --do_sample --temperature 0.7
+    python scripts/generate.py --chat
 
-The text is streamed to stdout; with `--stats` the last line is one JSON object.
+The text is streamed to stdout; with `--stats` the last line is one JSON object. `--chat` reads what you say from the
+terminal until you say nothing.
 """
 
 import json
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
-import torch
 from loading import load_draft_model, load_model
-from transformers import (
-    HfArgumentParser,
-    LogitsProcessorList,
-    PreTrainedTokenizerBase,
-    TextStreamer,
-    set_seed,
-)
+from transformers import HfArgumentParser, set_seed
 
-from hf_specgen import LogitBias, TokenPenalties, UndecodableMask, enable_speculation, order_logits_processors
+from hf_specgen import LogitBias, SamplingParams, get_generation_backend
+from hf_specgen.backends import BACKENDS
 from hf_specgen.cpu_linear import tune_linears
-from hf_specgen.prompts import encode_prompt
+from hf_specgen.generation_backend import GenerationBackend
 
 NOT_SAMPLING = {"temperature": 1.0, "top_k": 0, "top_p": 1.0}  # values that leave the distribution as it is
 DRAFT_OPTIONS = ("num_assistant_tokens", "assistant_confidence_threshold")
@@ -32,7 +30,11 @@ DRAFT_OPTIONS = ("num_assistant_tokens", "assistant_confidence_threshold")
 
 @dataclass
 class GenerateArguments:
-    prompt: str = field(metadata={"help": "What to answer."})
+    prompt: str | None = field(default=None, metadata={"help": "What to answer."})
+    chat: bool = field(default=False, metadata={"help": "Talk in the terminal instead."})
+    backend: str | None = field(
+        default=None, metadata={"help": f"One of {sorted(BACKENDS)}; by default the one that fits the drafter."}
+    )
     model: str = field(default="smollm2", metadata={"help": "'smollm2', 'small', a folder or a hub name."})
     tokenizer: str | None = field(
         default=None, metadata={"help": "Where it is not the model's own; 'bytes' for none."}
@@ -69,6 +71,11 @@ class GenerateArguments:
                 raise ValueError(f"`{name}` needs `draft_model`, but is {given[name]!r} without it.")
         if self.logit_bias is not None:
             read_logit_bias(self.logit_bias)
+        if (self.prompt is None) != self.chat:
+            raise ValueError(f"Give either `prompt` or `chat`, but not `prompt` {self.prompt!r} with {self.chat!r}.")
+        if self.backend is None:
+            has_drafter = self.draft_model is not None or self.num_lookup_tokens is not None
+            self.backend = "speculative" if has_drafter else "eager"
 
 
 def read_logit_bias(text: str) -> LogitBias:
@@ -88,54 +95,66 @@ def read_logit_bias(text: str) -> LogitBias:
 def main() -> None:
     (args,) = HfArgumentParser(GenerateArguments).parse_args_into_dataclasses()
     set_seed(args.seed)
+    backend = make_backend(args)
+    params = make_params(args)
+    messages: list[dict[str, str]] = []
+    start = time.perf_counter()
+    for said in read_turns() if args.chat else [args.prompt]:
+        messages.append({"role": "user", "content": said})
+        has_template = backend.tokenizer.chat_template is not None
+        stream = backend.stream(messages if has_template else said, params)
+        for piece in stream:
+            print(piece, end="", flush=True)
+        print()
+        messages.append({"role": "assistant", "content": stream.completion.text})
+    if args.stats:
+        seconds = time.perf_counter() - start
+        stats = backend.stats.to_dict()
+        print(json.dumps({**stats, "wall_seconds": seconds, "tokens_per_second": stats["tokens"] / seconds}))
+
+
+def make_backend(args: GenerateArguments) -> GenerationBackend:
+    """The model with its drafter, behind the backend that the arguments name."""
     model, tokenizer = load_model(args.model, args.tokenizer)
-    enable_speculation(model)
     if args.tune_linears:
         tune_linears(model)
-    draft = None
-    if args.draft_model is not None:
-        draft = load_draft_model(args.draft_model, model)
-    input_ids = torch.tensor([encode_prompt(tokenizer, (args.prompt,))])
-    settings = {
-        "assistant_model": draft,
-        "prompt_lookup_num_tokens": args.num_lookup_tokens,
-        "num_assistant_tokens": args.num_assistant_tokens,
+    settings: dict[str, Any] = {
+        "num_assistant_tokens": args.num_assistant_tokens or args.num_lookup_tokens,
         "assistant_confidence_threshold": args.assistant_confidence_threshold,
-        "stop_strings": args.stop or None,
-        "tokenizer": tokenizer if args.stop else None,
-        "do_sample": args.do_sample,
+        "draft_model": None if args.draft_model is None else load_draft_model(args.draft_model, model),
     }
-    if args.do_sample:
-        settings |= {name: vars(args)[name] for name in NOT_SAMPLING}
-    start = time.perf_counter()
-    output_ids = model.generate(
-        input_ids=input_ids.to(model.device),
-        attention_mask=torch.ones_like(input_ids).to(model.device),
+    given = {name: value for name, value in settings.items() if value is not None}
+    assert args.backend is not None, "chosen when the arguments were read"
+    return get_generation_backend(args.backend, model, tokenizer, **given)
+
+
+def make_params(args: GenerateArguments) -> SamplingParams:
+    """How to decode."""
+    return SamplingParams(
         max_new_tokens=args.max_new_tokens,
-        logits_processor=_processors(args, model.config.get_text_config().vocab_size, tokenizer),
-        streamer=TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True),
-        **{name: value for name, value in settings.items() if value is not None},
+        temperature=args.temperature if args.do_sample else 0.0,
+        top_k=args.top_k,
+        top_p=args.top_p,
+        repetition_penalty=args.repetition_penalty,
+        frequency_penalty=args.frequency_penalty,
+        presence_penalty=args.presence_penalty,
+        penalty_scope="all",
+        logit_bias=None if args.logit_bias is None else json.loads(args.logit_bias),
+        stop=args.stop,
+        seed=args.seed,
     )
-    seconds = time.perf_counter() - start
-    if args.stats:
-        num_tokens = output_ids.shape[1] - input_ids.shape[1]
-        result = {"tokens": num_tokens, "wall_seconds": seconds, "tokens_per_second": num_tokens / seconds}
-        has_drafter = draft is not None or args.num_lookup_tokens is not None
-        if has_drafter and model.speculation_stats is not None:  # None where transformers' own loop decoded
-            result |= model.speculation_stats.to_dict()
-        print(json.dumps(result))
 
 
-def _processors(args: GenerateArguments, vocab_size: int, tokenizer: PreTrainedTokenizerBase) -> LogitsProcessorList:
-    processors: list = []
-    penalties = (args.repetition_penalty, args.frequency_penalty, args.presence_penalty)
-    if penalties != (1.0, 0.0, 0.0):
-        processors.append(TokenPenalties(*penalties))
-    if args.logit_bias is not None:
-        processors.append(read_logit_bias(args.logit_bias))
-    if vocab_size > len(tokenizer):
-        processors.append(UndecodableMask(len(tokenizer), tokenizer.pad_token_id, tokenizer.eos_token_id))
-    return order_logits_processors(processors)
+def read_turns() -> Iterator[str]:
+    """What the user says, until it is nothing."""
+    while True:
+        try:
+            said = input("> ").strip()
+        except EOFError:
+            return
+        if not said:
+            return
+        yield said
 
 
 if __name__ == "__main__":
