@@ -244,7 +244,8 @@ class SamplingParams:
     ) -> GenerationConfig:
         """
         For plain `model.generate`, together with `extra_processors`. `seed` and `logprobs` have no place in it, and
-        stop strings need `tokenizer=` and stay in the ids there.
+        stop strings need `tokenizer=` and stay in the ids there. As always, `generate` takes settings that are left
+        None from the model's own config.
 
         Args:
             eos_token_ids (`Collection[int]`): The model's own ids that end a row.

@@ -115,9 +115,7 @@ class TextAssembler:
             self._num_decoded += len(piece)
             self._lengths.append((token, self._num_decoded))
         if self.is_stopped:
-            final = self._give(earliest - self._num_final)
-            self._held = ""
-            return final
+            return self._give(earliest - self._num_final)
         return self._give(len(self._held) - self._finder.depths[self._state])
 
     def _give(self, count: int) -> str:
@@ -231,10 +229,11 @@ class _IncrementalDecoder:
         self._text = text
         num_pending = len(self._window) - self._num_read
         if not text.startswith(self._known):
-            # An unfinished character has made a whole run of bytes undecodable; it may still be finished.
-            if text.endswith(REPLACEMENT) and num_pending <= MAX_OPEN:
-                return ""
-            self._forget_read()
+            # A first byte spoils a whole run of bytes until its character is whole. What was given away stands.
+            self._window = self._window[self._num_read :]
+            self._num_read = 0
+            self._text = self._decode(self._window)
+            self._known = ""
         num_open = min(self._num_open(), len(self._text) - len(self._known))
         end = len(self._text) - num_open
         piece = self._text[len(self._known) : end]
@@ -252,10 +251,7 @@ class _IncrementalDecoder:
 
     def finish(self) -> str:
         """Returns what was held back, as no more ids follow."""
-        if not self._text.startswith(self._known):
-            self._forget_read()
-        piece = self._text[len(self._known) :]
-        self._known = self._text
+        piece, self._known = self._text[len(self._known) :], self._text
         return piece
 
     def _decode(self, token_ids: list[int]) -> str:
@@ -267,13 +263,6 @@ class _IncrementalDecoder:
             return True
         is_blank = self._decode([token_id]) == ""
         return is_blank and self._tokenizer.decode([token_id], clean_up_tokenization_spaces=False) != ""
-
-    def _forget_read(self) -> None:
-        """Goes on from the pending ids alone: what was given away before them stands."""
-        self._window = self._window[self._num_read :]
-        self._num_read = 0
-        self._text = self._decode(self._window)
-        self._known = ""
 
     def _num_open(self) -> int:
         """Replacement characters at the end that later ids may complete."""

@@ -92,7 +92,7 @@ def test_greedy_equals_plain_generate(target, drafts, head, threshold):
         ids, sizes = decode(target, draft, batch)
         assert ids.tolist() == target.generate(**batch, max_new_tokens=24).tolist()
         all_sizes += sizes
-    if threshold == 1.0:  # no confidence is that high, so only the mask token is guessed
+    if threshold == 1.0:  # no confidence is that high
         assert set(all_sizes) == {1}
     else:
         assert_partly_kept(all_sizes)
@@ -217,13 +217,12 @@ def test_text_longer_than_the_cache_first_is(target, draft):
     assert_partly_kept(sizes)
 
 
-def test_guess_of_the_first_round_may_be_right(target):
+def test_text_may_hold_the_mask_token(target):
     batch = left_padded([6])
     draft = fitted_drafter(target, "vanilla")
     draft.config.mask_token_id = generated(target, batch)[0]
     ids, sizes = decode(target, draft, batch)
     assert ids.tolist() == target.generate(**batch, max_new_tokens=24).tolist()
-    assert sizes[0] == 2
     assert_partly_kept(sizes)
 
 
@@ -242,7 +241,6 @@ def test_compiled_target(target, draft):
     assert_partly_kept(sizes)
 
 
-@pytest.mark.xfail(strict=True, reason="the stock door takes zeros inside the mask for padding on the left")
 def test_masked_columns_inside_a_prompt_are_no_context(target, draft):
     speculating = enable_speculation(copy.deepcopy(target))
     for seed in range(3):
@@ -303,11 +301,6 @@ class AllowsOnly(LogitsProcessor):
         return masked
 
 
-@pytest.mark.xfail(
-    strict=True,
-    raises=RuntimeError,
-    reason="a candidate's law is NaN where processors leave nothing of a reduced vocabulary",
-)
 def test_processor_may_leave_no_drafted_token(target):
     draft = fitted_drafter(target, "vanilla", draft_vocab_size=40)
     others = (~draft.t2d).nonzero()[:, 0].tolist()
@@ -320,9 +313,6 @@ def test_processor_may_leave_no_drafted_token(target):
     assert_partly_kept(sizes)
 
 
-@pytest.mark.xfail(
-    strict=True, raises=ValueError, reason="the guess of the first round is shown to processors that never allowed it"
-)
 def test_constraint_does_not_have_to_know_the_mask_token(target, draft):
     follows = {token_id: [(token_id + step) % 61 + 3 for step in (1, 5, 9, 20, 33)] for token_id in range(3, 64)}
 
@@ -362,7 +352,7 @@ def test_pipeline(target, drafts):
 
     model.register_forward_pre_hook(count, with_kwargs=True)
     assert assisted("quickfox") == plain("quickfox")
-    assert sizes[0] == 8 + 1 and max(sizes[1:]) == 1 + BLOCK, "the drafter was used"
+    assert sizes[0] == 8 and max(sizes[1:]) == 1 + BLOCK, "the drafter was used"
     assert type(model).forward is forward
 
 
@@ -434,7 +424,7 @@ def test_threshold_cuts_the_blocks(target, drafts):
         decode(own, draft)
         sizes[threshold] = passes[1:]
     assert set(sizes[0.0][:-3]) == {1 + BLOCK}
-    assert len(set(sizes[0.5][:-3])) > 1 and min(sizes[0.5]) == 2, "where nothing is left the mask token is guessed"
+    assert set(sizes[0.5][:-3]) >= {1, 2, 1 + BLOCK}, "where nothing is left the target takes a plain step"
 
 
 @pytest.mark.parametrize("place", ["drafter", "call"])

@@ -24,7 +24,6 @@ from hf_specgen import (
     ConfidenceThreshold,
     Decoder,
     DecodingRules,
-    DecodingStats,
     DSparkDrafter,
     DSparkModel,
     FrequencyPenalty,
@@ -234,6 +233,7 @@ def test_types_of_target_and_drafter_may_differ(target, drafts, types):
     """Rounding makes greedy texts differ in the end, but not at their beginning and not the acceptance."""
     own, other = copy.deepcopy(target).to(getattr(torch, types[0])), copy.deepcopy(drafts["rnn"])
     other = other.to(getattr(torch, types[1]))
+    assert other.base_logits(torch.zeros(1, 1, 32, dtype=other.dtype)).dtype == torch.float32
     batch = left_padded([6, 2, 8])
     seen = []
     model = enable_speculation(copy.deepcopy(own))
@@ -847,11 +847,12 @@ def test_sampled_and_greedy_rows_side_by_side(target, draft):
     def requests():
         return [Request([5, 6, 7 + seed], 20, rules(do_sample=seed % 2 == 0), seed=seed) for seed in range(6)]
 
-    mixed, stats = requests(), DecodingStats()
-    stats += run(target, DSparkDrafter(draft), mixed, seats=6)
-    for request, alone in zip(mixed, requests()):
-        stats += run(target, DSparkDrafter(draft), [alone], seats=1)
+    mixed = requests()
+    stats = run(target, DSparkDrafter(draft), mixed, seats=6, trace=True)
+    for number, (request, alone) in enumerate(zip(mixed, requests())):
+        own = run(target, DSparkDrafter(draft), [alone], seats=1, trace=True)
         assert request.token_ids == alone.token_ids
+        assert rounds_of(stats.traces, number) == rounds_of(own.traces, 0)
         if not request.rules.do_sample:
             assert request.token_ids == plain_text(target, request)
     assert len({tuple(request.token_ids[:8]) for request in mixed}) == 6

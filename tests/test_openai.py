@@ -1,4 +1,5 @@
 import json
+from typing import Any
 
 import pytest
 
@@ -6,7 +7,7 @@ from hf_specgen.openai import NEUTRAL_VALUES, from_openai
 from hf_specgen.sampling_params import SamplingParams
 
 
-def read(**body) -> SamplingParams:
+def read(**body: Any) -> SamplingParams:
     """As a server gets it: through JSON."""
     return from_openai(json.loads(json.dumps(body)))
 

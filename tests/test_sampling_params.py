@@ -3,6 +3,7 @@ import dataclasses
 import pickle
 import random
 from fractions import Fraction
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from transformers import (
     LogitsProcessorList,
     MinNewTokensLengthLogitsProcessor,
     MinPLogitsWarper,
+    PreTrainedModel,
     RepetitionPenaltyLogitsProcessor,
     TemperatureLogitsWarper,
     TopKLogitsWarper,
@@ -34,10 +36,10 @@ INF, NAN = float("inf"), float("nan")
 EOS_IDS = [EOS, 19]
 
 
-def random_params(seed: int, **fixed) -> SamplingParams:
+def random_params(seed: int, **fixed: Any) -> SamplingParams:
     """Every setting that has a say in the scores, on or off."""
     draw = random.Random(seed)
-    settings = {
+    settings: dict[str, Any] = {
         "temperature": draw.choice([0, 0.7, 1.0, 2.5]),
         "top_k": draw.choice([None, 0, 5, 30]),
         "top_p": draw.choice([1, 0.9, 0.5]),
@@ -138,8 +140,9 @@ def test_value_of_another_type_is_refused_by_name(field, value):
 
 @pytest.mark.parametrize("field", ["max_new_tokens", "top_k", "min_new_tokens", "seed", "n", "logprobs"])
 def test_fraction_is_no_count(field):
+    value: Any = 2.0
     with pytest.raises(TypeError, match=f"^`{field}`"):
-        SamplingParams(**{field: 2.0})
+        SamplingParams(**{field: value})
 
 
 @pytest.mark.parametrize(
@@ -169,10 +172,11 @@ def test_other_wrong_types_are_refused_by_name(field, value):
 
 
 def test_unknown_field_and_positions_are_refused():
+    build: Any = SamplingParams
     with pytest.raises(TypeError, match="temprature"):
-        SamplingParams(temprature=1.0)
+        build(temprature=1.0)
     with pytest.raises(TypeError):
-        SamplingParams(5)
+        build(5)
 
 
 def test_values_are_brought_to_one_form():
@@ -181,18 +185,19 @@ def test_values_are_brought_to_one_form():
     assert type(params.temperature) is float
     assert params.logit_bias == {5: 2.0}
     assert SamplingParams(logit_bias={}) == SamplingParams()
-    assert SamplingParams(top_p=Fraction(1, 2)).top_p == 0.5
+    half: Any = Fraction(1, 2)
+    assert SamplingParams(top_p=half).top_p == 0.5
     assert SamplingParams(stop=["a", "b"]).stop == ("a", "b")
     assert SamplingParams(min_new_tokens=256).min_new_tokens == 256
 
 
 def test_params_are_frozen_comparable_and_portable():
-    bias = {3: 1.0}
+    bias: dict[int | str, float] = {3: 1.0}
     params = SamplingParams(logit_bias=bias, stop=["a"])
     bias[4] = 2.0
     assert params.logit_bias == {3: 1.0}
     with pytest.raises(dataclasses.FrozenInstanceError):
-        params.temperature = 0.5
+        params.temperature = 0.5  # type: ignore[misc]
     assert pickle.loads(pickle.dumps(params)) == copy.deepcopy(params) == params
     assert hash(params) == hash(copy.deepcopy(params))
     assert dataclasses.replace(params, n=2).n == 2
@@ -317,7 +322,7 @@ def by_the_book(params: SamplingParams, prompt_length: int, ids: torch.Tensor, s
     for token in set((ids if params.penalty_scope == "all" else generated)[0].tolist()):
         scores[0, token] -= params.presence_penalty
     for token, bias in (params.logit_bias or {}).items():
-        scores[0, token] += bias
+        scores[0, int(token)] += bias
     if generated.shape[1] < params.min_new_tokens:
         for token in [*params.stop_token_ids, *([] if params.ignore_eos else EOS_IDS)]:
             scores[0, token] = -INF
@@ -372,7 +377,9 @@ def test_plain_generate_does_the_same_by_its_config(llama, seed):
     assert len(text) >= params.min_new_tokens
 
 
-def run(model, draft, params: SamplingParams, seed: int) -> tuple[list[Request], DecodingStats]:
+def run(
+    model: PreTrainedModel, draft: PreTrainedModel, params: SamplingParams, seed: int
+) -> tuple[list[Request], DecodingStats]:
     draw = random.Random(seed)
     prompts = [draw.choices(range(3, VOCAB_SIZE), k=length) for length in (1, 7, 4)]
     requests = [

@@ -1,5 +1,6 @@
 import random
 from functools import cache
+from typing import Any
 
 import pytest
 from conftest import character_tokenizer
@@ -117,7 +118,7 @@ def byte_ids(name: str) -> list[int]:
     return make_tokenizer(name).convert_tokens_to_ids(tokens)
 
 
-def decode(tokenizer, ids: list[int], skip_special_tokens: bool = True) -> str:
+def decode(tokenizer: PreTrainedTokenizerFast, ids: list[int], skip_special_tokens: bool = True) -> str:
     return tokenizer.decode(ids, skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False)
 
 
@@ -125,7 +126,7 @@ def assemble(assembler: TextAssembler, ids: list[int]) -> list[str]:
     return [*(assembler.add(token_id) for token_id in ids), assembler.finish()]
 
 
-def random_ids(tokenizer, generator: random.Random) -> list[int]:
+def random_ids(tokenizer: PreTrainedTokenizerFast, generator: random.Random) -> list[int]:
     """Any ids in any order: broken characters, continuations without a word, special tokens."""
     return [generator.randrange(len(tokenizer)) for _ in range(generator.randint(0, 40))]
 
@@ -242,6 +243,18 @@ def test_whole_text_goes_on_after_broken_bytes(name):
         assert text.count(REPLACEMENT) == num_broken
 
 
+def test_no_byte_is_lost_or_doubled_where_a_run_of_bytes_is_broken():
+    tokenizer, ids_of_bytes = make_tokenizer("byte_fallback"), byte_ids("byte_fallback")
+    for num_broken in range(5):
+        for num_whole in range(1, 30):
+            run = b"\xff" * num_broken + "日".encode() * num_whole + b"\xe6\x97"
+            ids = [ids_of_bytes[byte] for byte in run] + tokenizer("a").input_ids[-1:]
+            text = "".join(assemble(TextAssembler(tokenizer), ids))
+            assert text.endswith("a") and set(text) <= {"日", REPLACEMENT, " ", "a"}
+            assert 3 * text.count("日") + text.count(REPLACEMENT) == len(run)
+            assert num_broken > 0 or text.count("日") == num_whole
+
+
 def test_special_token_within_a_character_is_left_out():
     tokenizer = make_tokenizer("bytes")
     ids = tokenizer("a😀b").input_ids
@@ -249,10 +262,11 @@ def test_special_token_within_a_character_is_left_out():
     assert "".join(assemble(TextAssembler(tokenizer), ids)) == "a😀b"
 
 
-def test_special_tokens_between_words_do_not_eat_spaces():
+@pytest.mark.parametrize("kind", ["special", "unknown"])
+def test_tokens_without_text_between_words_do_not_eat_spaces(kind):
     tokenizer = make_tokenizer("metaspace")
     word = tokenizer("decoding").input_ids
-    ids = [*word, *[tokenizer.eos_token_id] * 40, *word]
+    ids = [*word, *[tokenizer.eos_token_id if kind == "special" else len(tokenizer) + 3] * 40, *word]
     assert "".join(assemble(TextAssembler(tokenizer), ids)) == "decoding decoding"
 
 
@@ -270,11 +284,11 @@ class CountingTokenizer:
         self._tokenizer = tokenizer
         self.num_decoded = 0
 
-    def decode(self, ids: list[int], **options) -> str:
+    def decode(self, ids: list[int], **options: bool) -> str:
         self.num_decoded += len(ids)
         return self._tokenizer.decode(ids, **options)
 
-    def __getattr__(self, name: str):
+    def __getattr__(self, name: str) -> Any:
         return getattr(self._tokenizer, name)
 
 
@@ -303,7 +317,7 @@ def test_ten_thousand_tokens_take_linear_work(name, kind):
 # Stop strings
 
 
-def stopped_by_hand(tokenizer, ids: list[int], stops: list[str]) -> tuple[str, int | None]:
+def stopped_by_hand(tokenizer: PreTrainedTokenizerFast, ids: list[int], stops: list[str]) -> tuple[str, int | None]:
     """The text, and the number of tokens with which a stop string is complete, by decoding everything each time."""
     for count in range(1, len(ids) + 1):
         text = decode(tokenizer, ids[:count])
@@ -425,6 +439,9 @@ def test_text_tokens_leave_out_the_end_that_has_no_text():
     assemble(assembler, [*tokenizer("é").input_ids[:1], tokenizer.eos_token_id])
     assert (assembler.text, assembler.num_text_tokens) == (REPLACEMENT, 1)
     assert TextAssembler(tokenizer).num_text_tokens == 0
+    assembler = TextAssembler(tokenizer)
+    assemble(assembler, [tokenizer.eos_token_id, *tokenizer("é").input_ids[:1]])
+    assert (assembler.text, assembler.num_text_tokens) == (REPLACEMENT, 2)
 
 
 def test_hundreds_of_stops_cost_no_more_per_token():
@@ -469,14 +486,15 @@ def test_text_stop_finds_the_token_whatever_the_blocks(seed):
         ids = generator.choices(range(len(tokenizer)), k=generator.randint(1, 12))
         text, num_tokens = stopped_by_hand(tokenizer, ids, stops)
         text_stop = TextStop(TextAssembler(tokenizer, stop=stops))
-        pieces, committed = [], []
+        pieces: list[str] = []
+        committed: list[int] = []
         while len(committed) < len(ids):
             block = ids[len(committed) :][: generator.randint(1, 5)]
             if generator.random() < 0.3:  # judged, and then not committed
                 text_stop.first_stop(committed, generator.choices(range(len(tokenizer)), k=4))
             found = text_stop.first_stop(committed, block)
             is_here = num_tokens is not None and num_tokens <= len(committed) + len(block)
-            assert found == (num_tokens - len(committed) if is_here else None)
+            assert (found and len(committed) + found) == (num_tokens if is_here else None)
             committed = committed + block[:found]
             if found is None and generator.random() < 0.3:  # another rule took the last tokens back
                 committed = committed[: len(committed) - generator.randint(0, len(block) - 1)]
