@@ -37,12 +37,13 @@ from benchmark_cases import (
 from loading import load_draft_model, load_model, noisy_draft
 from rich.console import Console
 from rich.table import Table
+from serving_cases import serving_case, streaming_case
 from transformers import HfArgumentParser, PreTrainedTokenizerBase, set_seed
 
 from hf_specgen import DecodingStats, DSparkModel, __version__, tune_linears
 from hf_specgen.prompts import encode_prompt, load_prompts
 
-CASES = ("speculation", "ragged", "batching", "attention", "overhead", "processors")
+CASES = ("speculation", "ragged", "batching", "serving", "streaming", "attention", "overhead", "processors")
 DEFAULT_NUM_ASSISTANT_TOKENS = 5
 
 
@@ -121,7 +122,9 @@ def main() -> None:
             state.is_main_process,
         )
     draft_kwargs = make_draft_kwargs(args, setting)
-    result = check_draft_model(draft_kwargs, setting, tokenizer) | run_cases(args, setting, draft_kwargs, state)
+    result = check_draft_model(draft_kwargs, setting, tokenizer) | run_cases(
+        args, setting, tokenizer, draft_kwargs, state
+    )
     if state.is_main_process:
         report = {"settings": asdict(args), "environment": environment(state), **result}
         print_tables(report)
@@ -145,9 +148,13 @@ def start_processes() -> PartialState:
 
 
 def run_cases(
-    args: BenchmarkArguments, setting: Setting, draft_kwargs: dict[str, Any], state: PartialState
+    args: BenchmarkArguments,
+    setting: Setting,
+    tokenizer: PreTrainedTokenizerBase,
+    draft_kwargs: dict[str, Any],
+    state: PartialState,
 ) -> dict[str, Any]:
-    """The results of every case asked for: the first three of all processes, the others of the main one."""
+    """The results of every case asked for: the first four of all processes, the others of the main one."""
     largest = max(args.batch_sizes)
     result: dict[str, Any] = {}
     if "speculation" in args.cases:
@@ -157,7 +164,12 @@ def run_cases(
         result["ragged"] = merged(ragged_case(setting, largest))
     if "batching" in args.cases:
         result["batching"] = merged(batching_case(setting, largest, draft_kwargs))
+    if "serving" in args.cases:
+        drafting = {name: value for name, value in serving_drafter(args, draft_kwargs).items() if value is not None}
+        result["serving"] = merged(serving_case(setting, tokenizer, largest, drafting))
     if state.is_main_process:
+        if "streaming" in args.cases:
+            result["streaming"] = streaming_case(setting, tokenizer)
         if "attention" in args.cases:
             result["attention"] = [{"linears": "stock", **entry} for entry in attention_case(setting)]
             if args.tune_linears:
@@ -188,6 +200,13 @@ def make_draft_kwargs(args: BenchmarkArguments, setting: Setting) -> dict[str, A
     if args.num_assistant_tokens is not None or not isinstance(draft, DSparkModel):
         own.num_assistant_tokens = args.num_assistant_tokens or DEFAULT_NUM_ASSISTANT_TOKENS
     return {"assistant_model": draft}
+
+
+def serving_drafter(args: BenchmarkArguments, draft_kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The settings of a backend that drafts as `draft_kwargs` makes `generate` do."""
+    draft = draft_kwargs.get("assistant_model")
+    count = args.num_lookup_tokens if draft is None else args.num_assistant_tokens
+    return {"draft_model": draft, "num_assistant_tokens": count}
 
 
 def check_draft_model(
@@ -263,7 +282,7 @@ def print_tables(report: dict[str, Any]) -> None:
             console.print(f"check of the drafter: {length:.2f} tokens per round with {name}")
         for finding in report["drafter_check"]["findings"]:
             console.print(f"check of the drafter: {finding}")
-    for case in ("speculation", "ragged", "batching"):
+    for case in ("speculation", "ragged", "batching", "serving"):
         if case in report:
             console.print(measurement_table(case, report[case]))
     for line in report.get("speculation", []):
@@ -274,6 +293,11 @@ def print_tables(report: dict[str, Any]) -> None:
             f"{entry['new_positions']} positions over {entry['cached_tokens']} cached, {entry['linears']} linears: "
             f"sdpa {entry['sdpa_ms']:.1f} ms, grouped {entry['grouped_ms']:.1f} ms ({entry['speedup']:.2f}x, largest "
             f"difference {entry['max_difference']:.1e})"
+        )
+    if "streaming" in report:
+        times = ", ".join(f"{us:.1f} of {count}" for count, us in report["streaming"]["assembly_us_per_token"].items())
+        console.print(
+            f"streaming adds {report['streaming']['streaming_overhead']:+.1%}; text takes us per token: {times} tokens"
         )
     if "processors_ms" in report:
         times = ", ".join(f"{name} {ms:.2f}" for name, ms in report["processors_ms"].items())

@@ -201,23 +201,30 @@ def reference_case(draft: DSparkModel, setting: Setting, max_new_tokens: int | N
     return [reference_generate(setting.model, draft, prompt, count, eos_ids) for prompt in setting.prompts], None
 
 
+def ragged_budgets(setting: Setting) -> list[int]:
+    """Budgets from 8 to 128 tokens, one per prompt."""
+    generator = torch.Generator().manual_seed(0)
+    return torch.randint(8, 129, (len(setting.prompts),), generator=generator).tolist()
+
+
+def ragged_padded(setting: Setting, budgets: list[int], order: list[int], seats: int) -> tuple[Outputs, None]:
+    """Padded `generate` over batches in this order, each as long as its largest budget."""
+    outputs: dict[int, list[int]] = {}
+    for start in range(0, len(order), seats):
+        chosen = order[start : start + seats]
+        batch = left_padded([setting.prompts[index] for index in chosen], setting.pad_token_id)
+        batch = on_device(batch, setting.model)
+        longest = max(budgets[index] for index in chosen)
+        ids = setting.model.generate(**batch, max_new_tokens=longest, do_sample=False, eos_token_id=None)
+        for index, row in zip(chosen, ids[:, batch["input_ids"].shape[1] :].tolist()):
+            outputs[index] = row[: budgets[index]]
+    return [outputs[index] for index in range(len(order))], None
+
+
 def ragged_case(setting: Setting, seats: int) -> list[Measurement]:
     """Ragged budgets, greedy, without eos: padded `generate` in batches against the decoder with as many seats."""
-    generator = torch.Generator().manual_seed(0)
-    budgets = torch.randint(8, 129, (len(setting.prompts),), generator=generator).tolist()
+    budgets = ragged_budgets(setting)
     by_budget = sorted(range(len(budgets)), key=lambda index: -budgets[index])
-
-    def padded(order: list[int]) -> tuple[Outputs, None]:
-        outputs: dict[int, list[int]] = {}
-        for start in range(0, len(order), seats):
-            chosen = order[start : start + seats]
-            batch = left_padded([setting.prompts[index] for index in chosen], setting.pad_token_id)
-            batch = on_device(batch, setting.model)
-            longest = max(budgets[index] for index in chosen)
-            ids = setting.model.generate(**batch, max_new_tokens=longest, do_sample=False, eos_token_id=None)
-            for index, row in zip(chosen, ids[:, batch["input_ids"].shape[1] :].tolist()):
-                outputs[index] = row[: budgets[index]]
-        return [outputs[index] for index in range(len(order))], None
 
     def seated() -> tuple[Outputs, DecodingStats]:
         requests = [Request(prompt, budget) for prompt, budget in zip(setting.prompts, budgets)]
@@ -227,8 +234,11 @@ def ragged_case(setting: Setting, seats: int) -> list[Measurement]:
         return [request.token_ids for request in requests], decoder.stats
 
     runners = [
-        Runner(f"padded generate in batches of {seats}", lambda: padded(list(range(len(budgets))))),
-        Runner("the same, batches sorted by budget", lambda: padded(by_budget)),
+        Runner(
+            f"padded generate in batches of {seats}",
+            lambda: ragged_padded(setting, budgets, list(range(len(budgets))), seats),
+        ),
+        Runner("the same, batches sorted by budget", lambda: ragged_padded(setting, budgets, by_budget, seats)),
         Runner(f"Decoder with {seats} seats", seated),
     ]
     return measure(runners, setting, seats)

@@ -106,6 +106,7 @@ def main() -> None:
         for piece in stream:
             print(piece, end="", flush=True)
         print()
+        assert stream.completion is not None, "the stream has ended"
         messages.append({"role": "assistant", "content": stream.completion.text})
     if args.stats:
         seconds = time.perf_counter() - start
