@@ -160,7 +160,7 @@ class Decoder:
                 if self.has_unfinished:
                     yield self.step()
                 else:
-                    self._dummy_pass()
+                    self.idle_pass()
 
     def fast_attention(self) -> AbstractContextManager:
         """Lets the models use grouped attention inside the block, as `run` does; for callers of `step`."""
@@ -317,7 +317,7 @@ class Decoder:
         if taken.finish_reason is not None:
             self.rows.leave(seat)
 
-    def _dummy_pass(self) -> None:
+    def idle_pass(self) -> None:
         """What a rank without work runs so that the others' collectives complete; changes nothing."""
         token_ids = torch.zeros(1, 1, dtype=torch.long, device=self.rows.device)
         with torch.no_grad():

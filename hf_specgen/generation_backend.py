@@ -6,7 +6,7 @@ backend, and when nobody reads, nothing is computed.
 
 import threading
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -149,7 +149,12 @@ class GenerationBackend:
         self._submit(jobs)
         return BatchStream(self, jobs)
 
-    def generate(self, prompts: Sequence[Prompt], params: Params = DEFAULT_PARAMS) -> list[Completion]:
+    def generate(
+        self,
+        prompts: Sequence[Prompt],
+        params: Params = DEFAULT_PARAMS,
+        has_unfinished_peers: Callable[[bool], bool] | None = None,
+    ) -> list[Completion]:
         """
         Completes many prompts, with a progress bar on a terminal.
 
@@ -158,6 +163,8 @@ class GenerationBackend:
                 Prompts as in `stream`.
             params ([`SamplingParams`] or a sequence of them, *optional*):
                 For all prompts, or one for each.
+            has_unfinished_peers (`Callable[[bool], bool]`, *optional*):
+                For a model that is sharded over ranks, whose passes happen on all of them: see [`Decoder.run`].
 
         Returns:
             The completions in the order of the prompts, `n` for each. A request that was refused or failed has the
@@ -167,13 +174,15 @@ class GenerationBackend:
         self._submit(sorted(jobs, key=lambda job: -job.budget))  # the longest first, so that few seats are empty last
         try:
             with tqdm(total=len(jobs), desc="prompts", disable=None if len(jobs) > 1 else True) as progress:
-                pending = jobs
-                while pending:
+                pending = [job for job in jobs if not job.is_done]
+                while has_unfinished_peers(bool(pending)) if has_unfinished_peers else pending:
+                    with self._exclusively():
+                        if pending:
+                            self._step()
+                        else:
+                            self._decoder.idle_pass()
                     pending = [job for job in pending if not job.is_done]
                     progress.update(len(jobs) - len(pending) - progress.n)
-                    if pending:
-                        with self._exclusively():
-                            self._step()
         finally:
             self._release(jobs)
         return [job.completion() for job in jobs]
