@@ -66,9 +66,10 @@ class Decoder:
         if not isinstance(model, nn.Module) or not hasattr(model, "config"):
             raise TypeError(f"`model` has to be a causal language model, but is a {type(model).__name__!r}.")
         if drafter is not None and not isinstance(drafter, Drafter):
+            wrapper = "DSparkDrafter" if hasattr(drafter, "make_drafter") else "CausalLMDrafter"
             raise TypeError(
                 f"`drafter` has to be a `Drafter`, but is a {type(drafter).__name__!r}. Wrap a draft model in "
-                "`CausalLMDrafter`."
+                f"`{wrapper}`."
             )
         if on_round is not None and not callable(on_round):
             raise TypeError(f"`on_round` has to be callable, but is {on_round!r}.")
@@ -93,6 +94,7 @@ class Decoder:
         self._waiting: deque[Request] = deque()
         self._newcomers: list[int] = []
         self._numbers = count()
+        self._drafted_rows: frozenset[int] = frozenset()  # for which a draft model ran in this round
 
     @property
     def _models(self) -> list[PreTrainedModel]:
@@ -238,11 +240,14 @@ class Decoder:
         if self.rows.cache.capacity is not None:  # a short row's padding must fit behind the longest row
             free = self.rows.cache.capacity - int(self.rows.cache.lengths[self.rows.span].max()) - 1
             room = [min(tokens, free) for tokens in room]
+        self._drafted_rows = frozenset()
         if max(room) == 0:
             return Candidates.none(self.rows.num_spanned, self.rows.device)
         num_forwards = self.drafter.num_forwards
         candidates = self.drafter.draft(self.rows, torch.tensor(room))
         self.stats.draft_forwards += self.drafter.num_forwards - num_forwards
+        if self.drafter.num_forwards > num_forwards:
+            self._drafted_rows = frozenset(row for row, tokens in enumerate(room) if tokens > 0)
         if candidates.token_ids.shape[0] != len(room) or bool((candidates.lengths > torch.tensor(room)).any()):
             raise ValueError(
                 f"`{type(self.drafter).__name__}.draft` has to give one block for each of {len(room)} rows, of at "
@@ -291,7 +296,7 @@ class Decoder:
         do_sample = [request is not None and request.rules.do_sample for request in self.rows.spanned]
         if not any(do_sample):
             return verify(candidates, scores, do_sample)
-        # A row draws one number per candidate and one for the next token, whatever the others draw.
+        # A row draws one number per candidate and one for the next token, whatever numbers the others draw.
         k = candidates.token_ids.shape[1]
         drawn = self.rows.draw((candidates.lengths + 1).tolist(), k + 1)
         noise = drawn.clone()
@@ -306,7 +311,8 @@ class Decoder:
         if is_prefill:
             self.stats.tokens += taken.num_tokens
         else:
-            self.stats.record_round(len(outcome.proposed), outcome.num_accepted, taken.num_tokens)
+            has_drafted = outcome.row in self._drafted_rows
+            self.stats.record_round(len(outcome.proposed), outcome.num_accepted, taken.num_tokens, has_drafted)
             if self.trace:
                 self.stats.traces.append(outcome.trace(taken.num_tokens))
         if taken.finish_reason is not None:

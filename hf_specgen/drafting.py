@@ -31,6 +31,13 @@ class Drafter(ABC):
     num_forwards: int = 0
     model: PreTrainedModel | None = None
 
+    @property
+    def config(self) -> None:
+        """transformers' own loop asks for it on a model that is not prepared; the error says what to do."""
+        raise AttributeError(
+            f"A `{type(self).__name__}` drafts in this package's loop only: call `enable_speculation(model)` first."
+        )
+
     def bind(self, target: PreTrainedModel) -> None:  # noqa: B027  # most drafters serve any target
         """Called once before decoding with the target; raises `ValueError` if this drafter is not for it."""
 
