@@ -17,7 +17,7 @@ from transformers.utils import ModelOutput
 
 from .attention import grouped_attention
 from .compatibility import check_ids, check_positions, self_check, unsupported_reason
-from .drafting import Drafter, check_count
+from .drafting import Drafter, check_count, checked_block
 from .outcome import Outcome, Taken, settle
 from .request import Request
 from .rows import Rows, forward, forward_last, padded
@@ -66,9 +66,10 @@ class Decoder:
         if not isinstance(model, nn.Module) or not hasattr(model, "config"):
             raise TypeError(f"`model` has to be a causal language model, but is a {type(model).__name__!r}.")
         if drafter is not None and not isinstance(drafter, Drafter):
+            wrapper = "DSparkDrafter" if hasattr(drafter, "make_drafter") else "CausalLMDrafter"
             raise TypeError(
                 f"`drafter` has to be a `Drafter`, but is a {type(drafter).__name__!r}. Wrap a draft model in "
-                "`CausalLMDrafter`."
+                f"`{wrapper}`."
             )
         if on_round is not None and not callable(on_round):
             raise TypeError(f"`on_round` has to be callable, but is {on_round!r}.")
@@ -88,9 +89,11 @@ class Decoder:
             drafter.bind(model)
         draft_cache = None if drafter is None else drafter.make_cache(max_batch_size)
         self.rows = Rows(model, max_batch_size, limits.num_columns, draft_cache)
-        self.rows.cache.max_tokens = limits.max_tokens_in_cache
+        for cache in self.rows.caches():
+            cache.max_tokens = limits.max_tokens_in_cache
         self._seating = Seating(self.rows, limits)
         self._numbers = count()
+        self._drafted_rows: frozenset[int] = frozenset()  # for which a draft model ran in this round
 
     @property
     def _models(self) -> list[PreTrainedModel]:
@@ -242,19 +245,15 @@ class Decoder:
         if self.rows.cache.capacity is not None:  # a short row's padding must fit behind the longest row
             free = self.rows.cache.capacity - int(self.rows.cache.lengths[self.rows.span].max()) - 1
             room = [min(tokens, free) for tokens in room]
+        self._drafted_rows = frozenset()
         if max(room) == 0:
             return Candidates.none(self.rows.num_spanned, self.rows.device)
         num_forwards = self.drafter.num_forwards
         candidates = self.drafter.draft(self.rows, torch.tensor(room))
         self.stats.draft_forwards += self.drafter.num_forwards - num_forwards
-        if candidates.token_ids.shape[0] != len(room) or bool((candidates.lengths > torch.tensor(room)).any()):
-            raise ValueError(
-                f"`{type(self.drafter).__name__}.draft` has to give one block for each of {len(room)} rows, of at "
-                f"most `max_tokens` candidates, but gave {len(candidates.token_ids)} of lengths {candidates.lengths}."
-            )
-        longest = int(candidates.lengths.max())
-        probs = None if candidates.probs is None else candidates.probs[:, :longest]
-        return Candidates(candidates.token_ids[:, :longest], candidates.lengths, probs)
+        if self.drafter.num_forwards > num_forwards:
+            self._drafted_rows = frozenset(row for row, tokens in enumerate(room) if tokens > 0)
+        return checked_block(self.drafter, candidates, room)
 
     def _observed_states(self) -> dict[str, list[int]]:
         layer_ids = () if self.drafter is None else self.drafter.target_layer_ids
@@ -307,11 +306,12 @@ class Decoder:
         request.finish_reason = taken.finish_reason
         for kept in (request.scores, request.logits, request.logprobs):
             del kept[len(request.token_ids) :]
+        has_drafted = outcome.row in self._drafted_rows
         for stats in (self.stats, request.stats):
             if is_prefill:
                 stats.tokens += taken.num_tokens
             else:
-                stats.record_round(len(outcome.proposed), outcome.num_accepted, taken.num_tokens)
+                stats.record_round(len(outcome.proposed), outcome.num_accepted, taken.num_tokens, has_drafted)
         if self.trace and not is_prefill:
             self.stats.traces.append(outcome.trace(taken.num_tokens))
         if taken.finish_reason is not None:

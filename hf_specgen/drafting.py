@@ -31,6 +31,13 @@ class Drafter(ABC):
     num_forwards: int = 0
     model: PreTrainedModel | None = None
 
+    @property
+    def config(self) -> None:
+        """transformers' own loop asks for it on a model that is not prepared; the error says what to do."""
+        raise AttributeError(
+            f"A `{type(self).__name__}` drafts in this package's loop only: call `enable_speculation(model)` first."
+        )
+
     def bind(self, target: PreTrainedModel) -> None:  # noqa: B027  # most drafters serve any target
         """Called once before decoding with the target; raises `ValueError` if this drafter is not for it."""
 
@@ -64,6 +71,18 @@ class Drafter(ABC):
             outputs (`ModelOutput`):
                 The target's output over the pending tokens of each row and its candidates.
         """
+
+
+def checked_block(drafter: Drafter, candidates: Candidates, max_tokens: list[int]) -> Candidates:
+    """What a drafter gave, without columns that no row uses; `ValueError` if it is not what was asked for."""
+    if len(candidates.token_ids) != len(max_tokens) or bool((candidates.lengths > torch.tensor(max_tokens)).any()):
+        raise ValueError(
+            f"`{type(drafter).__name__}.draft` has to give one block for each of {len(max_tokens)} rows, of at "
+            f"most `max_tokens` candidates, but gave {len(candidates.token_ids)} of lengths {candidates.lengths}."
+        )
+    longest = int(candidates.lengths.max())
+    probs = None if candidates.probs is None else candidates.probs[:, :longest]
+    return Candidates(candidates.token_ids[:, :longest], candidates.lengths, probs)
 
 
 def check_count(name: str, count: int) -> int:

@@ -28,6 +28,10 @@ DEFAULT_PARAMS = SamplingParams()
 Params = SamplingParams | Sequence[SamplingParams]
 
 
+class _Progress(tqdm):
+    monitor_interval = 0  # no thread that watches the bar
+
+
 @dataclass(frozen=True)
 class BackendSettings:
     """
@@ -93,6 +97,7 @@ class GenerationBackend:
             self.model, tokenizer, self.settings.truncate_prompt, self.settings.mask_undecodable
         )
         self._lock = threading.Lock()
+        self._turn = threading.Lock()  # of who has the lock next: one thread's rounds do not shut the others out
         self._jobs: dict[int, Job] = {}  # those that have not ended, by the id of their request
         self._named: dict[str, Job] = {}
         self._abandoned: deque[Job] = deque()
@@ -173,7 +178,7 @@ class GenerationBackend:
         jobs = self._encode_all(prompts, params)
         self._submit(sorted(jobs, key=lambda job: -job.budget))  # the longest first, so that few seats are empty last
         try:
-            with tqdm(total=len(jobs), desc="prompts", disable=None if len(jobs) > 1 else True) as progress:
+            with _Progress(total=len(jobs), desc="prompts", disable=None if len(jobs) > 1 else True) as progress:
                 pending = [job for job in jobs if not job.is_done]
                 while has_unfinished_peers(bool(pending)) if has_unfinished_peers else pending:
                     with self._exclusively():
@@ -249,22 +254,30 @@ class GenerationBackend:
     @contextmanager
     def _exclusively(self) -> Iterator[None]:
         """Holds the lock, and tidies up before it is given back."""
-        with self._lock:
+        with self._turn:
+            self._lock.acquire()
+        try:
+            yield
+        finally:
             try:
-                yield
+                self._tidy_up()
             finally:
-                while self._abandoned:
-                    self._drop(self._abandoned.popleft())
-                self._jobs = {key: job for key, job in self._jobs.items() if not job.is_done}
-                self._named = {name: job for name, job in self._named.items() if not job.is_done}
-                if not self._decoder.has_unfinished:
-                    self._decoder.release()
+                self._lock.release()
+            self._release([])  # those left behind since
+
+    def _tidy_up(self) -> None:
+        while self._abandoned:
+            self._drop(self._abandoned.popleft())
+        self._jobs = {key: job for key, job in self._jobs.items() if not job.is_done}
+        self._named = {name: job for name, job in self._named.items() if not job.is_done}
+        if not self._decoder.has_unfinished:
+            self._decoder.release()
 
     def _release(self, jobs: list[Job], is_collected: bool = False) -> None:
         """Ends jobs that nobody waits for."""
         self._abandoned.extend(job for job in jobs if not job.is_done)
         # The collector may run inside a round, on the thread that holds the lock: then that round sees to them.
-        if self._abandoned and not (is_collected and self._lock.locked()):
+        if self._abandoned and not (is_collected and (self._turn.locked() or self._lock.locked())):
             with self._exclusively():
                 pass
 

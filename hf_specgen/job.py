@@ -102,8 +102,8 @@ class PromptEncoder:
         self.eos_token_ids = eos_ids_of(model, tokenizer)
         self.window = window_of(model)
         self.masks: list[LogitsProcessor] = []
-        vocab_size = model.config.get_text_config(decoder=True).vocab_size
-        if mask_undecodable and (vocab_size > len(tokenizer) or tokenizer.pad_token_id is not None):
+        self.vocab_size = model.config.get_text_config(decoder=True).vocab_size
+        if mask_undecodable and (self.vocab_size > len(tokenizer) or tokenizer.pad_token_id is not None):
             self.masks = [UndecodableMask(len(tokenizer), tokenizer.pad_token_id, sorted(self.eos_token_ids))]
 
     def jobs(self, prompt: Prompt, params: SamplingParams, index: int = 0) -> list[Job]:
@@ -112,8 +112,14 @@ class PromptEncoder:
         try:
             if not isinstance(params, SamplingParams):
                 raise TypeError(f"`params` has to be `SamplingParams`, but is {params!r}.")
-            text, prompt_ids = self.encode(prompt)
-            prompt_ids = self._fitted(prompt_ids, params.max_new_tokens)
+            if params.logprobs is not None and params.logprobs > self.vocab_size:
+                raise ValueError(
+                    f"`logprobs` has to be at most the vocabulary's {self.vocab_size}, but is {params.logprobs}."
+                )
+            text, whole_ids = self.encode(prompt)
+            prompt_ids = self._fitted(whole_ids, params.max_new_tokens)
+            if len(prompt_ids) < len(whole_ids):
+                text = self.tokenizer.decode(prompt_ids)
             return [self._job(text, prompt_ids, params, index, sample) for sample in range(params.n)]
         except (ValueError, TypeError) as error:
             return [Job(text, None, index=index, error=error)]
@@ -124,9 +130,12 @@ class PromptEncoder:
             return prompt, self.tokenizer(prompt)["input_ids"]
         entries: list[Any] = list(prompt)
         if entries and all(isinstance(message, Mapping) for message in entries):
-            text = self.tokenizer.apply_chat_template(entries, add_generation_prompt=True, tokenize=False)
+            try:
+                text = self.tokenizer.apply_chat_template(entries, add_generation_prompt=True, tokenize=False)
+            except Exception as error:  # templates raise jinja2's errors, which are no ValueErrors
+                raise ValueError(f"The chat template cannot render {entries!r}: {error}") from error
             return text, self.tokenizer(text, add_special_tokens=False)["input_ids"]
-        Request(entries, 1)  # refuses what are no ids
+        check_ids(self.model, Request(entries, 1))  # refuses what are no ids, and what cannot be decoded
         return self.tokenizer.decode(entries), entries
 
     def _fitted(self, prompt_ids: list[int], max_new_tokens: int) -> list[int]:

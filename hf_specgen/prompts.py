@@ -106,8 +106,11 @@ def _parse_jsonl(text: str, source: str) -> Iterator[Prompt]:
 
 def _read_dataset(source: str) -> Iterator[Prompt]:
     name, _, column = source.partition(":")
+    path, config = name, None
+    if name.count("/") == 2 and not Path(name).exists():  # owner/name/config on the hub
+        path, _, config = name.rpartition("/")
     try:
-        dataset = load_dataset(name)
+        dataset = load_dataset(path, config)
     except (OSError, ValueError, DatasetsError) as error:
         raise ValueError(
             f"`source` has to be {BUILTIN_NAME!r}, the path of a .jsonl file, or the name of a data set that "
@@ -131,8 +134,19 @@ def _to_prompt(row: Mapping[str, Any], fields: Sequence[str], source: str, place
 
 
 def encode_prompt(tokenizer: PreTrainedTokenizerBase, turns: tuple[str, ...]) -> list[int]:
-    """The ids of the first turn, in the tokenizer's chat template if it has one."""
+    """
+    The ids of the first turn, in the tokenizer's chat template if it has one; without thinking, where a template knows
+    that, since drafters are trained so.
+
+    Raises:
+        `ValueError`: if the tokenizer makes no ids of it.
+    """
     if tokenizer.chat_template is None:
-        return tokenizer(turns[0])["input_ids"]
-    messages = [{"role": "user", "content": turns[0]}]
-    return tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)["input_ids"]
+        ids = tokenizer(turns[0])["input_ids"]
+    else:
+        messages = [{"role": "user", "content": turns[0]}]
+        settings = {"add_generation_prompt": True, "return_dict": True, "enable_thinking": False}
+        ids = tokenizer.apply_chat_template(messages, **settings)["input_ids"]
+    if not ids:
+        raise ValueError(f"The tokenizer makes no ids of {turns[0][:40]!r}: is it the model's own?")
+    return ids

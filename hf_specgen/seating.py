@@ -115,6 +115,8 @@ class Seating:
             request = self.waiting.popleft()
             request.start(self.rows.device)
             self.joining[seat] = request
+            cache = self.rows.cache  # must not give columns away that this row will need
+            cache.num_allocated_rows = max(cache.num_allocated_rows, seat + 1)
 
     def _free_seat(self) -> int | None:
         seats = (seat for seat, request in enumerate(self.rows.requests) if request is None)
@@ -147,24 +149,28 @@ class Seating:
             else max(map(_columns_for, self.joining.values()))
         )
         missing = {seat: self._missing(seat) for seat in self.joining if not self._copy_shared(seat)}
-        longest = first = last = next(iter(missing))  # who has waited longest
-        is_last = len(missing[longest]) <= chunk
-        while last + 1 in missing and self._go_together(missing[longest], missing[last + 1], chunk):
-            last += 1
-        while first - 1 in missing and self._go_together(missing[longest], missing[first - 1], chunk):
-            first -= 1
-        tokens = [missing[seat][:chunk] for seat in range(first, last + 1)]
+        longest = next(iter(missing))  # who has waited longest
+        seats = range(longest, longest + 1)
+        for before, behind in ((0, 1), (1, 0)):
+            while missing.keys() >= set(wider := range(seats.start - before, seats.stop + behind)):
+                if not self._go_together(wider, missing, chunk):
+                    break
+                seats = wider
+        tokens = [missing[seat][:chunk] for seat in seats]
         self._num_prefilled += len(tokens) * max(map(len, tokens))
-        return PrefillPass(slice(first, last + 1), tokens, is_last)
+        return PrefillPass(slice(seats.start, seats.stop), tokens, len(missing[longest]) <= chunk)
 
     def _missing(self, seat: int) -> list[int]:
         return self.joining[seat].committed_from(int(self.rows.cache.lengths[seat]))
 
-    def _go_together(self, one: list[int], other: list[int], chunk: int) -> bool:
-        if (len(one) <= chunk) != (len(other) <= chunk):
+    def _go_together(self, seats: range, missing: dict[int, list[int]], chunk: int) -> bool:
+        """Whether seats lack about as much, and padding stays within the columns that they may use."""
+        if len({len(missing[seat]) <= chunk for seat in seats}) > 1:
             return False
-        shorter, longer = sorted((min(len(one), chunk), min(len(other), chunk)))
-        return longer <= max(2 * shorter, SHORT_PROMPT)
+        counts = [min(len(missing[seat]), chunk) for seat in seats]
+        start = max(int(self.rows.cache.lengths[seat]) for seat in seats)
+        columns = max(_columns_for(self.joining[seat]) for seat in seats)
+        return max(counts) <= max(2 * min(counts), SHORT_PROMPT) and start + max(counts) <= columns
 
     def _copy_shared(self, seat: int) -> bool:
         """

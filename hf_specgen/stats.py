@@ -24,7 +24,7 @@ class DecodingStats:
 
     Attributes:
         rounds (`int`): rounds of rows after their prefill; eight rows decoding side by side count eight per pass.
-        drafting_rounds (`int`): those in which at least one candidate was verified.
+        drafting_rounds (`int`): those in which a draft model ran for the row or a candidate was verified.
         tokens (`int`): tokens emitted, prefill included.
         drafting_tokens (`int`): tokens emitted by drafting rounds.
         target_forwards, draft_forwards (`int`): forward passes, whatever the number of rows.
@@ -47,7 +47,7 @@ class DecodingStats:
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
     traces: list[RoundTrace] = field(default_factory=list)
 
-    def record_round(self, num_proposed: int, num_accepted: int, num_emitted: int) -> None:
+    def record_round(self, num_proposed: int, num_accepted: int, num_emitted: int, has_drafted: bool = False) -> None:
         """
         Counts one round of one row.
 
@@ -55,10 +55,12 @@ class DecodingStats:
             num_proposed (`int`): candidates verified.
             num_accepted (`int`): candidates kept by verification.
             num_emitted (`int`): tokens that the row took; fewer than `num_accepted + 1` in a row's last round.
+            has_drafted (`bool`, *optional*, defaults to `False`): whether a draft model ran for the row, although
+                perhaps none of its candidates were verified.
         """
         self.rounds += 1
         self.tokens += num_emitted
-        if num_proposed == 0:
+        if num_proposed == 0 and not has_drafted:
             return
         self.drafting_rounds += 1
         self.drafting_tokens += num_emitted

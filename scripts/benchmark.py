@@ -6,7 +6,7 @@ Speculative against plain and stock assisted generation, all measured in one run
     python scripts/benchmark.py --model small --prompt_limit 24 --draft_noise 0.3 --cases speculation ragged batching
     torchrun --nproc-per-node 2 scripts/benchmark.py --model small --draft_noise 0.3
     accelerate launch --num_processes 2 scripts/benchmark.py --model my/target --draft_model my/draft \
-        --prompts openai/gsm8k:question --prompt_limit 64 --do_sample --temperature 0.7
+        --prompts openai/gsm8k/main:question --prompt_limit 64 --do_sample --temperature 0.7
 
 `torchrun` starts processes on a CPU, either command does on GPUs. They share the prompts, and tokens per second are
 those of all together; attention, overhead and processors are measured on the main process while the others wait.

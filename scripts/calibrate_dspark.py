@@ -1,10 +1,10 @@
 """
 Calibrates the confidence of a DSpark drafter for a target, once per way of decoding:
 
-    python scripts/calibrate_dspark.py --target Qwen/Qwen3-4B --drafter my/dspark --prompts openai/gsm8k:question
+    python scripts/calibrate_dspark.py --target Qwen/Qwen3-4B --drafter my/dspark --prompts openai/gsm8k/main:question
     torchrun --nproc-per-node 2 scripts/calibrate_dspark.py --target my/target --drafter my/dspark --prompts my.jsonl
     accelerate launch --num_processes 8 scripts/calibrate_dspark.py --target Qwen/Qwen3-4B --drafter my/dspark \
-        --prompts openai/gsm8k:question --prompt_limit 512 --do_sample --temperature 0.7
+        --prompts openai/gsm8k/main:question --prompt_limit 512 --do_sample --temperature 0.7
 
 Every block is proposed and verified whole. Temperatures are fitted on the blocks of one half of the prompts and
 measured on those of the other half. They are written beside the checkpoint, where loading the drafter finds them, with

@@ -724,3 +724,39 @@ def test_other_target_is_refused(draft, settings, sentence):
 def test_batch_is_refused_by_transformers(target, draft):
     with pytest.raises(ValueError, match="batch_size = 1"):
         target.generate(**left_padded([4, 6]), assistant_model=draft, max_new_tokens=4)
+
+
+@pytest.mark.parametrize("count", [0, -1, 2.5, "a", True, 99])
+def test_number_of_candidates_of_a_call_is_checked(target, draft, count):
+    with pytest.raises((ValueError, TypeError), match="`num_assistant_tokens` has to be"):
+        target.generate(**left_padded([6]), assistant_model=draft, max_new_tokens=8, num_assistant_tokens=count)
+
+
+def test_settings_that_transformers_would_rewrite_are_refused(target, draft):
+    draft.generation_config.assistant_confidence_threshold = 0.9
+    for model in (target, enable_speculation(copy.deepcopy(target))):
+        with pytest.raises(ValueError, match="set `confidence_threshold` of the drafter itself"):
+            model.generate(**left_padded([6]), assistant_model=draft, max_new_tokens=8)
+
+
+def test_pass_that_never_came_leaves_no_tap_in_later_calls(target, draft, monkeypatch):
+    def fail(*args, **kwargs):
+        raise RuntimeError("between the drafter and the target")
+
+    own = copy.deepcopy(target)
+    decode(own, draft)
+    rounds = []
+
+    def prepare(*args, **kwargs):
+        rounds.append(1)
+        return fail() if len(rounds) == 4 else type(own).prepare_inputs_for_generation(own, *args, **kwargs)
+
+    monkeypatch.setattr(own, "prepare_inputs_for_generation", prepare)
+    kept = None
+    try:
+        decode(own, draft)
+    except RuntimeError as error:
+        kept = error  # as a notebook keeps the last one
+    assert kept is not None
+    outputs = own.model(left_padded([6])["input_ids"], use_cache=True)
+    assert outputs.hidden_states is None, "a pass of somebody else is not tapped"

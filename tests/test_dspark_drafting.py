@@ -70,7 +70,7 @@ def test_greedy_equals_plain_generate(target, drafts, head, threshold):
         for rows in (1, 4, 8)
     ]
     if threshold == 1.0:  # no confidence is that high
-        assert all(run.draft_forwards > 0 and run.drafting_rounds == 0 for run in stats)
+        assert all(run.drafting_rounds > 0 and not run.proposed for run in stats)
     else:
         assert_partly_accepted(*stats)
 
@@ -857,3 +857,11 @@ def test_sampled_and_greedy_rows_side_by_side(target, draft):
             assert request.token_ids == plain_text(target, request)
     assert len({tuple(request.token_ids[:8]) for request in mixed}) == 6
     assert_partly_accepted(stats)
+
+
+def test_blocks_that_are_cut_to_nothing_count_as_drafted(drafts, target):
+    model = enable_speculation(copy.deepcopy(target))
+    settings = {"assistant_model": drafts["vanilla"], "max_new_tokens": 24, "do_sample": False}
+    model.generate(**left_padded([6]), assistant_confidence_threshold=1.0, **settings)
+    stats = model.speculation_stats
+    assert stats.drafting_rounds == stats.draft_forwards > 10 and stats.mean_accepted_length == 1.0

@@ -220,10 +220,12 @@ def test_gemma4_drafters_load_equal(tmp_path, key_equals_value, layout):
 def test_layers_that_no_published_layout_knows_are_refused_when_saved(tmp_path):
     model = drafter_for(make_model("gemma2"))
     with pytest.raises(ValueError, match="No published layout.*layout='dspark'"):
-        model.save_pretrained(tmp_path)
+        model.save_pretrained(tmp_path, layout="released")
     with pytest.raises(ValueError, match="`layout` has to be one of"):
         model.save_pretrained(tmp_path, layout="gguf")
     assert not list(tmp_path.iterdir()), "nothing is written where nothing can be"
+    model.save_pretrained(tmp_path)
+    assert AutoConfig.from_pretrained(tmp_path).model_type == "dspark", "by default what can express it"
 
 
 def test_sharded_checkpoint_loads_equal(model, tmp_path):
@@ -1075,7 +1077,7 @@ def test_broken_generation_config(model, tmp_path, text):
         ({"layer_types": ["sliding_attention"] * 2}, "sliding windows are not supported"),
         ({"rope_parameters": {**SCALING, "rope_type": "dynamic"}}, "whose frequencies change with the length"),
         ({"blocksize": 4}, "`blocksize` is not a field of `DSparkConfig`"),
-        ({"hidden_size": 16}, "hidden size of 16, but `Qwen3ForCausalLM` has 32: it belongs to another target"),
+        ({"hidden_size": 16}, "`hidden_size` has to be the target's, 32, but is 16"),
         ({"embedding_scale": float("inf")}, "`embedding_scale` has to be finite, but is inf"),
     ],
     ids=str,
@@ -1196,3 +1198,41 @@ def test_threshold_of_a_file_needs_a_confidence_head(target, tmp_path):
     model.save_pretrained(tmp_path)
     with pytest.raises(ValueError, match="confidence head"):
         DSparkModel.from_pretrained(tmp_path)
+
+
+def test_numbers_of_candidates_of_a_file_are_read_and_written(model, tmp_path):
+    model.save_pretrained(tmp_path)
+    assert not (tmp_path / "generation_config.json").exists()
+    model.generation_config.num_assistant_tokens = 2
+    model.save_pretrained(tmp_path)
+    again = DSparkModel.from_pretrained(tmp_path)
+    assert again.generation_config.num_assistant_tokens == 2
+    (tmp_path / "generation_config.json").write_text(json.dumps({"num_assistant_tokens": 99}))
+    refuse(tmp_path, "`num_assistant_tokens` has to be at most")
+
+
+@pytest.mark.parametrize("threshold", [-0.5, float("nan"), None, "x", True])
+def test_threshold_of_a_drafter_is_checked(model, threshold):
+    with pytest.raises(ValueError, match=r"`assistant_confidence_threshold` has to be in \[0, 1\]"):
+        model.confidence_threshold = threshold
+
+
+def test_calibration_of_a_drafter_is_checked(model):
+    with pytest.raises(ValueError, match="was fitted for blocks of 1 candidates"):
+        model.calibration = Calibration((1.0,))
+
+
+@pytest.mark.parametrize("shift", [100, -1])
+def test_reduced_vocabulary_that_leaves_the_target_is_refused(target, tmp_path, shift):
+    model = DSparkModel.from_target(target, MASK, **SMALL, draft_vocab_size=40)
+    assert torch.equal(model.lm_head.weight, target.lm_head.weight[:40])
+    model.d2t.add_(shift)
+    model.save_pretrained(tmp_path)
+    refuse(tmp_path, "`d2t` has to give 40 different ids")
+
+
+def test_reduced_vocabulary_with_an_id_twice_is_refused(target, tmp_path):
+    model = DSparkModel.from_target(target, MASK, **SMALL, draft_vocab_size=40)
+    model.d2t[3] = -1
+    model.save_pretrained(tmp_path)
+    refuse(tmp_path, "`d2t` has to give 40 different ids")

@@ -110,7 +110,7 @@ def test_nothing_is_found_wrong_with_a_good_drafter(target, tokenizer):
     print(check)
     assert check.findings == () and check.alternatives == {}
     assert check.mean_accepted_length > 2.8
-    assert str(check) == f"{check.mean_accepted_length:.2f} tokens per round"
+    assert str(check) == f"{check.mean_accepted_length:.2f} tokens per round\nNothing wrong was found."
 
 
 @torch.no_grad()
@@ -163,7 +163,7 @@ def test_best_of_several_is_named_if_it_is_clearly_better(target, tokenizer, mon
     monkeypatch.setattr(selfcheck, "_mean_accepted_length", scripted)
     (finding,) = original.check(target, tokenizer, PROMPTS).findings
     assert finding.startswith("With `sample_from_anchor` False it drafts 1.60 instead of 1.25 tokens per round")
-    lengths["sample_from_anchor"] = 1.45  # not by a fifth
+    lengths["sample_from_anchor"] = 1.43  # not by enough
     (finding,) = original.check(target, tokenizer, PROMPTS).findings
     assert finding.startswith("No other setting helps")
 

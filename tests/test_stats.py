@@ -95,3 +95,12 @@ def test_dictionary_is_json_and_complete():
     assert values["survival"] == [1.0, 0.5, 0.0]
     assert values["seconds"]["draft"] == 0.5
     assert json.loads(json.dumps(DecodingStats().to_dict()))["acceptance_rate"] == 0.0
+
+
+def test_round_whose_block_was_drafted_and_cut_is_a_drafting_round():
+    """A draft model ran, but no candidate was verified: tokens per drafting round must not hide what that cost."""
+    stats = DecodingStats()
+    stats.record_round(3, 3, 4, has_drafted=True)
+    stats.record_round(0, 0, 1, has_drafted=True)
+    assert (stats.drafting_rounds, stats.drafting_tokens, stats.mean_accepted_length) == (2, 5, 2.5)
+    assert counts(stats) == ({0: 1, 1: 1, 2: 1},) * 3

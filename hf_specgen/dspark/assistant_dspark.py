@@ -19,13 +19,15 @@ from transformers import GenerationConfig, PreTrainedModel
 
 from ..cache import SlotCache
 from ..draft_length import ConfidenceThreshold
+from ..drafting import check_count
 from ..verification import sample
-from .drafting_dspark import draft_block, known_ids, tapped_states
+from .drafting_dspark import check_own_config, draft_block, known_ids, tapped_states
 from .target import check_target
 
 if TYPE_CHECKING:
     from .modeling_dspark import DSparkModel
 
+TRANSFORMERS_DEFAULT = 20  # candidates, which it fills in where the call says nothing
 SPAN = slice(0, 1)  # the one row of a session
 POINTER = "call `hf_specgen.enable_speculation(target)` once, then `target.generate` as before"
 
@@ -45,6 +47,7 @@ class Tap:
         self.target: PreTrainedModel | None = None
         self._hidden_states: tuple[Tensor, ...] = ()
         self._is_prefill = True
+        self._cache: Callable[[], Any] = lambda: None  # the target's, by which its passes are known
         self._thread = threading.get_ident()
         self._handles: list[RemovableHandle] = []
         weakref.finalize(self, _remove, self._handles)
@@ -92,6 +95,11 @@ class Tap:
 
     def _ask(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]] | None:
         cache = kwargs.get("cache")
+        if not self._is_prefill and cache is not self._cache():  # a pass of another call: ours ended in an exception
+            self.disarm()
+            return None
+        if cache is not None:
+            self._cache = weakref.ref(cache)
         if self._is_prefill and cache is not None and cache.get_seq_length() > 0:
             self.disarm()
             raise ValueError(
@@ -224,17 +232,30 @@ def generate_candidates(
             "A DSpark drafter cannot generate alone: give it to its target, `target.generate(..., "
             "assistant_model=drafter)`."
         )
+    check_own_config(model)
     if generation_config.stop_strings is not None:
         raise ValueError(f"`stop_strings` are missed inside a block by transformers' assisted decoding; {POINTER}.")
     session = Session(model) if cache is None else cache
     choice = _Choice(input_ids, logits_processor, bool(generation_config.do_sample))
     length = 0
     if session.take_in(input_ids.shape[1] - 1, attention_mask):
-        asked = generation_config.num_assistant_tokens  # by the call; transformers itself reads the drafter's only
-        length = session.draft(choice, max_new_tokens if asked is None else min(max_new_tokens, asked))
+        length = session.draft(choice, min(max_new_tokens, _num_asked(model, generation_config)))
     session.tap.arm()
     sequences = torch.cat([input_ids, *(ids[:, None] for ids in choice.token_ids[:length])], dim=1)
     return AssistantOutput(sequences, tuple(choice.scores[:length]) or (NoScores(),), session)
+
+
+def _num_asked(model: "DSparkModel", generation_config: GenerationConfig) -> int:
+    """The candidates that the call asks for; transformers itself reads the drafter's own number only."""
+    count, most = generation_config.num_assistant_tokens, model.config.num_candidates
+    if count is None or count == TRANSFORMERS_DEFAULT:
+        return most
+    if check_count("num_assistant_tokens", count) > most:
+        raise ValueError(
+            f"`num_assistant_tokens` has to be at most {most}, which is what a block of this drafter gives, but is "
+            f"{count}."
+        )
+    return count
 
 
 class _Choice:

@@ -3,7 +3,7 @@
 import math
 import os
 from dataclasses import field
-from typing import Any, ClassVar
+from typing import Any
 
 from transformers import PreTrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
@@ -68,7 +68,6 @@ class DSparkConfig(PreTrainedConfig):
     """
 
     model_type = "dspark"
-    attribute_map: ClassVar[dict[str, str]] = {}
 
     vocab_size: int = 151936
     hidden_size: int = 2560

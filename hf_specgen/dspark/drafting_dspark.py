@@ -61,6 +61,12 @@ class DSparkDrafter(Drafter):
         is_calibrated: bool = True,
         keep_confidence: bool = False,
     ):
+        if not hasattr(draft_model, "make_drafter"):
+            raise TypeError(f"`draft_model` has to be a `DSparkModel`, but is a {type(draft_model).__name__!r}.")
+        if draft_length is not None and not isinstance(draft_length, DraftLengthPolicy):
+            raise TypeError(
+                f"`draft_length` has to be a policy such as `ConfidenceThreshold(0.5)`, but is {draft_length!r}."
+            )
         config = draft_model.config
         count = config.num_candidates if num_assistant_tokens is None else num_assistant_tokens
         if check_count("num_assistant_tokens", count) > config.num_candidates:
@@ -209,6 +215,21 @@ def _block_mask(write: SlotWrite, dtype: torch.dtype) -> Tensor | None:
     return mask.masked_fill_(is_hidden, torch.finfo(dtype).min)[:, None, None]
 
 
+def check_own_config(model: "DSparkModel") -> None:
+    """Raises `ValueError` if the drafter's own generation config asks for what transformers would rewrite in it."""
+    own = model.generation_config
+    if own.assistant_confidence_threshold:
+        raise ValueError(
+            f"`assistant_confidence_threshold` of the drafter's generation config is "
+            f"{own.assistant_confidence_threshold}; set `confidence_threshold` of the drafter itself."
+        )
+    if own.num_assistant_tokens_schedule not in (None, "constant"):
+        raise ValueError(
+            "`num_assistant_tokens_schedule` of the drafter's generation config has to be 'constant', but is "
+            f"{own.num_assistant_tokens_schedule!r}."
+        )
+
+
 def make_drafter(model: "DSparkModel", generation_config: GenerationConfig) -> DSparkDrafter:
     """The drafter that a call of `generate` asks for; what it says nothing about is None."""
     if generation_config.num_assistant_tokens_schedule not in (None, "constant"):
@@ -218,6 +239,7 @@ def make_drafter(model: "DSparkModel", generation_config: GenerationConfig) -> D
         )
     if generation_config.max_matching_ngram_size is not None:
         raise ValueError("`max_matching_ngram_size` is for prompt lookup; a DSpark drafter has no use for it.")
+    check_own_config(model)
     threshold = generation_config.assistant_confidence_threshold
     threshold = model.confidence_threshold if threshold is None else check_threshold(threshold)
     policy = ConfidenceThreshold(threshold) if threshold > 0 else None

@@ -15,7 +15,6 @@ from transformers.modeling_outputs import BaseModelOutput
 from ..cache import SlotCache
 from .assistant_dspark import AssistantOutput, generate_candidates
 from .backbone import Context, DSparkAttention, DSparkLayer, DSparkRotaryEmbedding
-from .calibration import Calibration
 from .configuration_dspark import DSparkConfig
 from .drafting_dspark import DSparkDrafter, make_drafter
 from .heads import MARKOV_HEADS, ConfidenceHead
@@ -65,8 +64,6 @@ class DSparkModel(DSparkPreTrainedModel):
             num_assistant_tokens_schedule="constant",
             assistant_confidence_threshold=0.0,
         )
-        self.confidence_threshold = 0.0
-        self.calibration: Calibration | None = None
         self.post_init()
 
     def context_features(self, target_states: Tensor) -> Tensor:
@@ -196,9 +193,12 @@ class DSparkModel(DSparkPreTrainedModel):
 
     def over_target_vocab(self, logits: Tensor) -> Tensor:
         """Logits `(..., draft_vocab)` over a reduced vocabulary as `(..., vocab)`; ids outside it get -inf."""
-        target_ids = torch.arange(len(self.d2t), device=logits.device) + self.d2t
         full = logits.new_full((*logits.shape[:-1], self.config.vocab_size), -torch.inf)
-        return full.index_copy(-1, target_ids, logits)
+        return full.index_copy(-1, self.target_ids(), logits)
+
+    def target_ids(self) -> Tensor:
+        """The target's id of every id of a reduced vocabulary, `(draft_vocab,)`."""
+        return torch.arange(len(self.d2t), device=self.d2t.device) + self.d2t
 
     def make_drafter(self, generation_config: GenerationConfig) -> DSparkDrafter:
         """
@@ -240,7 +240,8 @@ class DSparkModel(DSparkPreTrainedModel):
     @classmethod
     def from_target(cls, target: PreTrainedModel, mask_token_id: int, **settings: Any) -> "DSparkModel":
         """
-        An untrained drafter for a target: its embedding and head are copies of the target's, the rest is random.
+        An untrained drafter for a target: its embedding and head are copies of the target's, the rest is random. A
+        `draft_vocab_size` reduces its vocabulary to the target's first ids.
 
         Args:
             target ([`~transformers.PreTrainedModel`]):
@@ -260,8 +261,7 @@ class DSparkModel(DSparkPreTrainedModel):
         with torch.no_grad():
             assert model.embed_tokens is not None and model.lm_head is not None
             model.embed_tokens.weight.copy_(target.get_input_embeddings().weight)
-            if config.draft_vocab_size is None:
-                model.lm_head.weight.copy_(head_of(target).weight)
+            model.lm_head.weight.copy_(head_of(target).weight[: len(model.lm_head.weight)])
         return model
 
     def share_weights(self, target: PreTrainedModel) -> "DSparkModel":

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..decoder import Decoder
 from ..prompts import encode_prompt, load_prompts
-from ..request import Request
+from ..request import DecodingRules, Request
 from .drafting_dspark import DSparkDrafter
 from .target import check_target, foreign_tables
 
@@ -24,7 +24,7 @@ MAX_NEW_TOKENS = 32
 MAX_MASK_TOKENS = 8
 GOOD_SHARE = 0.5  # of the most tokens that a round can yield, from which nothing is searched for
 POOR_LENGTH = 1.3  # tokens per round that need an explanation
-CLEAR_GAIN = 1.2  # by which another setting has to be better to be named
+CLEAR_GAIN = 1.15  # by which another setting has to be better to be named
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class DSparkCheck:
     def __str__(self) -> str:
         lines = [f"{self.mean_accepted_length:.2f} tokens per round"]
         lines += [f"{length:.2f} with {name}" for name, length in self.alternatives.items()]
-        return "\n".join([*lines, *self.findings])
+        return "\n".join([*lines, *(self.findings or ["Nothing wrong was found."])])
 
 
 def check_drafter(
@@ -86,7 +86,10 @@ def check_drafter(
 
 def _mean_accepted_length(model: "DSparkModel", target: PreTrainedModel, prompts: list[list[int]]) -> float:
     decoder = Decoder(target, DSparkDrafter(model), max_batch_size=len(prompts))
-    for _ in decoder.run([Request(ids, MAX_NEW_TOKENS) for ids in prompts]):
+    eos = target.generation_config.eos_token_id
+    eos_token_ids = [] if eos is None else [eos] if isinstance(eos, int) else eos
+    rules = DecodingRules(eos_token_ids=frozenset(eos_token_ids))
+    for _ in decoder.run([Request(ids, MAX_NEW_TOKENS, rules) for ids in prompts]):
         pass
     return decoder.stats.mean_accepted_length
 

@@ -25,6 +25,17 @@ NEW_DRAFTER = {
     "confidence_head_with_markov": True,
 }
 NUM_TAPPED_LAYERS = 5
+LAYER_SIZES = (
+    "vocab_size",
+    "intermediate_size",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "max_position_embeddings",
+    "bos_token_id",
+    "eos_token_id",
+    "pad_token_id",
+)
 
 
 def borrowed(target: PreTrainedModel | None, getter: str) -> Any:
@@ -105,6 +116,15 @@ def settings_for_target(target: PreTrainedModel, mask_token_id: int, settings: d
         drafter["confidence_head_with_markov"] = False
     if unknown := set(settings) - set(DSparkConfig.__dataclass_fields__):
         raise ValueError(f"`{min(unknown)}` is not a field of `DSparkConfig`.")
+    for name in ("vocab_size", "hidden_size", "num_target_layers"):
+        own = depth if name == "num_target_layers" else getattr(config, name)
+        if settings.get(name, own) not in (own, None):
+            raise ValueError(f"`{name}` has to be the target's, {own}, but is {settings[name]!r}.")
+    width = target.get_input_embeddings().weight.shape[1]
+    if width != config.hidden_size:
+        raise ValueError(
+            f"The target's embeddings are {width} wide and its states {config.hidden_size}; not supported."
+        )
     num_layers = settings.get("num_hidden_layers", drafter["num_hidden_layers"])
     layers = config.to_dict() if config.model_type in FAMILY_TYPES else _plain_layers(config)
     layers |= {"num_hidden_layers": num_layers, "layer_types": ["full_attention"] * num_layers, "sliding_window": None}
@@ -119,18 +139,17 @@ def settings_for_target(target: PreTrainedModel, mask_token_id: int, settings: d
 
 def _plain_layers(config: Any) -> dict[str, Any]:
     """Qwen3 layers of the target's width, for families without drafter layers of their own."""
-    num_heads = config.num_attention_heads
-    return {
-        "model_type": "qwen3",
-        "vocab_size": config.vocab_size,
-        "hidden_size": config.hidden_size,
-        "intermediate_size": getattr(config, "intermediate_size", None) or 4 * config.hidden_size,
-        "num_attention_heads": num_heads,
-        "num_key_value_heads": getattr(config, "num_key_value_heads", None) or num_heads,
-        "head_dim": getattr(config, "head_dim", None) or config.hidden_size // num_heads,
-        "max_position_embeddings": config.max_position_embeddings,
-        **{name: getattr(config, name, None) for name in ("bos_token_id", "eos_token_id", "pad_token_id")},
+    known = {name: getattr(config, name) for name in LAYER_SIZES if hasattr(config, name)}
+    known = {name: value for name, value in known.items() if value is not None}
+    if "num_attention_heads" not in known:
+        raise ValueError(f"The target's configuration ({config.model_type}) names no attention heads.")
+    num_heads = known["num_attention_heads"]
+    derived = {
+        "intermediate_size": 4 * config.hidden_size,
+        "num_key_value_heads": num_heads,
+        "head_dim": config.hidden_size // num_heads,
     }
+    return {"model_type": "qwen3", "hidden_size": config.hidden_size} | derived | known
 
 
 def default_target_layer_ids(num_target_layers: int) -> list[int]:
