@@ -22,7 +22,7 @@ from .outcome import Outcome, Taken, settle
 from .request import Request
 from .rows import Rows, forward, forward_last, padded
 from .scoring import score
-from .seating import NO_LIMITS, CacheLimits, Seating
+from .seating import CANDIDATE_COLUMNS, NO_LIMITS, CacheLimits, Seating
 from .stats import DecodingStats
 from .verification import Candidates, Verification, verify
 
@@ -67,10 +67,8 @@ class Decoder:
             raise TypeError(f"`model` has to be a causal language model, but is a {type(model).__name__!r}.")
         if drafter is not None and not isinstance(drafter, Drafter):
             wrapper = "DSparkDrafter" if hasattr(drafter, "make_drafter") else "CausalLMDrafter"
-            raise TypeError(
-                f"`drafter` has to be a `Drafter`, but is a {type(drafter).__name__!r}. Wrap a draft model in "
-                f"`{wrapper}`."
-            )
+            kind = type(drafter).__name__
+            raise TypeError(f"`drafter` has to be a `Drafter`, but is a {kind!r}. Wrap a draft model in `{wrapper}`.")
         if on_round is not None and not callable(on_round):
             raise TypeError(f"`on_round` has to be callable, but is {on_round!r}.")
         check_count("max_batch_size", max_batch_size)
@@ -240,11 +238,11 @@ class Decoder:
     def _draft(self) -> Candidates:
         if self.drafter is None:
             return Candidates.none(self.rows.num_spanned, self.rows.device)
-        # The last token of the budget needs no candidate: the target gives it anyway.
-        room = [0 if request is None else request.num_remaining - 1 for request in self.rows.spanned]
+        free = CANDIDATE_COLUMNS - 1
         if self.rows.cache.capacity is not None:  # a short row's padding must fit behind the longest row
-            free = self.rows.cache.capacity - int(self.rows.cache.lengths[self.rows.span].max()) - 1
-            room = [min(tokens, free) for tokens in room]
+            free = min(free, self.rows.cache.capacity - int(self.rows.cache.lengths[self.rows.span].max()) - 1)
+        # The last token of the budget needs no candidate: the target gives it anyway.
+        room = [0 if request is None else min(request.num_remaining - 1, free) for request in self.rows.spanned]
         self._drafted_rows = frozenset()
         if max(room) == 0:
             return Candidates.none(self.rows.num_spanned, self.rows.device)
@@ -274,6 +272,8 @@ class Decoder:
                 dim=1,
             ).tolist()  # the round's one wait for the device
         self._observe(candidates, outputs)
+        if is_prefill:
+            self._seating.share()
         if self.on_round is not None:
             self.on_round(self.rows, candidates, verification)
         outcomes = []

@@ -160,6 +160,11 @@ class Seating:
         self._num_prefilled += len(tokens) * max(map(len, tokens))
         return PrefillPass(slice(seats.start, seats.stop), tokens, len(missing[longest]) <= chunk)
 
+    def share(self) -> None:
+        """Copies what joining seats share with rows that are complete now, before one of these can leave."""
+        for seat in self.joining:
+            self._copy_shared(seat)
+
     def _missing(self, seat: int) -> list[int]:
         return self.joining[seat].committed_from(int(self.rows.cache.lengths[seat]))
 

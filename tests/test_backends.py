@@ -397,7 +397,7 @@ def test_requests_without_a_seed_differ():
 
 @pytest.mark.parametrize(
     "budget",
-    [2, 9, pytest.param(1, marks=pytest.mark.xfail(reason="the first one leaves before it is copied", strict=True))],
+    [1, 2, 9],
 )
 def test_samples_share_the_prefill_of_their_prompt(budget):
     backend = backend_of("batched")

@@ -405,9 +405,6 @@ def test_cache_never_outgrows_the_bound_and_everyone_finishes(kind, most):
     assert_plain("llama", *requests)
 
 
-@pytest.mark.xfail(
-    reason="`decoder.py` bounds the target's cache only; the drafter's grows by its own rule", strict=True
-)
 def test_cache_of_a_draft_model_is_as_long_as_the_targets():
     requests = [Request(prompt(80, seed), 100) for seed in range(4)]
     most = 2 * (180 + CANDIDATE_COLUMNS)
@@ -479,7 +476,6 @@ def test_memory_is_given_back_when_idle(kind):
     assert_plain("llama", *again)
 
 
-@pytest.mark.xfail(reason="64 columns are kept for candidates, but a drafter may give more", strict=True)
 def test_more_candidates_than_columns_are_kept_for_stay_within_the_bound():
     requests = [Request([5] * 150, 10), Request([4] * 20, 130)]
     most = 2 * (160 + CANDIDATE_COLUMNS)
