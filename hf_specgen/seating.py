@@ -6,7 +6,6 @@ with a row that is already there is copied instead. Knows requests and caches, n
 
 from collections import deque
 from dataclasses import dataclass, fields
-from itertools import takewhile
 
 from .drafting import check_count
 from .request import Request
@@ -148,56 +147,70 @@ class Seating:
             if any(self.rows.requests)
             else max(map(_columns_for, self.joining.values()))
         )
-        missing = {seat: self._missing(seat) for seat in self.joining if not self._copy_shared(seat)}
-        longest = next(iter(missing))  # who has waited longest
-        seats = range(longest, longest + 1)
-        for before, behind in ((0, 1), (1, 0)):
-            while missing.keys() >= set(wider := range(seats.start - before, seats.stop + behind)):
-                if not self._go_together(wider, missing, chunk):
-                    break
-                seats = wider
+        missing = {seat: self._missing(seat) for seat in self.joining.keys() - self.share()}
+        longest = next(seat for seat in self.joining if seat in missing)  # who has waited longest
+        seats = self._neighbours(longest, missing, chunk)
         tokens = [missing[seat][:chunk] for seat in seats]
         self._num_prefilled += len(tokens) * max(map(len, tokens))
         return PrefillPass(slice(seats.start, seats.stop), tokens, len(missing[longest]) <= chunk)
 
-    def share(self) -> None:
-        """Copies what joining seats share with rows that are complete now, before one of these can leave."""
-        for seat in self.joining:
-            self._copy_shared(seat)
-
     def _missing(self, seat: int) -> list[int]:
         return self.joining[seat].committed_from(int(self.rows.cache.lengths[seat]))
 
-    def _go_together(self, seats: range, missing: dict[int, list[int]], chunk: int) -> bool:
-        """Whether seats lack about as much, and padding stays within the columns that they may use."""
-        if len({len(missing[seat]) <= chunk for seat in seats}) > 1:
-            return False
-        counts = [min(len(missing[seat]), chunk) for seat in seats]
-        start = max(int(self.rows.cache.lengths[seat]) for seat in seats)
-        columns = max(_columns_for(self.joining[seat]) for seat in seats)
-        return max(counts) <= max(2 * min(counts), SHORT_PROMPT) and start + max(counts) <= columns
+    def _neighbours(self, seat: int, missing: dict[int, list[int]], chunk: int) -> range:
+        """The run of seats around one that lack about as much, with padding within the columns that they may use."""
+        is_last, lengths = len(missing[seat]) <= chunk, self.rows.cache.lengths.tolist()
+        low = high = min(len(missing[seat]), chunk)
+        start, columns = lengths[seat], _columns_for(self.joining[seat])
+        ends = []
+        for step in (-1, 1):
+            other = seat + step
+            while other in missing and (len(missing[other]) <= chunk) == is_last:
+                count = min(len(missing[other]), chunk)
+                lowest, highest, latest = min(low, count), max(high, count), max(start, lengths[other])
+                room = max(columns, _columns_for(self.joining[other]))
+                if highest > max(2 * lowest, SHORT_PROMPT) or latest + highest > room:
+                    break
+                low, high, start, columns = lowest, highest, latest, room
+                other += step
+            ends.append(other)
+        return range(ends[0] + 1, ends[1])
 
-    def _copy_shared(self, seat: int) -> bool:
+    def share(self) -> set[int]:
         """
-        Copies what a seat's prompt shares with a row in the cache. Whether it has to wait for another seat instead,
-        which joined before it and shares more.
+        Copies what joining seats share with a row in the cache. Returns the seats that have to wait for another one
+        instead, which joined before them and shares more.
         """
-        if int(self.rows.cache.lengths[seat]) > 0:
-            return False
+        relatives: dict[tuple[int, ...], list[int]] = {}  # seats by how their prompts begin
+        for seat, request in enumerate(self.rows.requests):
+            if request is not None:
+                relatives.setdefault(tuple(request.prompt_ids[:MIN_SHARED]), []).append(seat)
+        waiting = set()
+        for seat, request in self.joining.items():
+            others = relatives.setdefault(tuple(request.prompt_ids[:MIN_SHARED]), [])
+            is_new = int(self.rows.cache.lengths[seat]) == 0 and len(request.prompt_ids) > MIN_SHARED
+            if is_new and others and self._copy_shared(seat, others):
+                waiting.add(seat)
+            others.append(seat)
+        return waiting
+
+    def _copy_shared(self, seat: int, others: list[int]) -> bool:
+        """Copies from the one of `others` that shares most, or tells whether to wait for it."""
         request = self.joining[seat]
-        ready = {s: r for s, r in enumerate(self.rows.requests) if r is not None}
-        before = dict(takewhile(lambda entry: entry[0] != seat, self.joining.items()))
-        shared = {s: _num_shared(request, r) for s, r in (ready | before).items()}
-        shared = {s: min(n, len(request.prompt_ids) - 1) for s, n in shared.items()}
-        best = max(shared, key=lambda s: (shared[s], s in ready), default=None)
-        if best is None or shared[best] < MIN_SHARED:
-            return False
-        count = min(int(self.rows.cache.lengths[best]), shared[best])
-        if count < shared[best] and best in before:
+        shared = {other: _num_shared(request, self._at(other)) for other in others}
+        best = max(others, key=lambda other: (shared[other], other not in self.joining))
+        wanted = min(shared[best], len(request.prompt_ids) - 1)
+        count = min(int(self.rows.cache.lengths[best]), wanted)
+        if count < wanted and best in self.joining:
             return True
         for cache in self.rows.caches():  # a drafter's may lag behind
             cache.copy_row(best, seat, min(count, int(cache.lengths[best])))
         return False
+
+    def _at(self, seat: int) -> Request:
+        request = self.joining.get(seat) or self.rows.requests[seat]
+        assert request is not None, "an empty seat has no relatives"
+        return request
 
     def seat(self, span: slice) -> None:
         """Hands joining seats over to `Rows`, for the pass that completes their prompts."""

@@ -97,6 +97,8 @@ class BenchmarkArguments:
                 f"`num_assistant_tokens` needs `draft_model` or `draft_noise`, but is {self.num_assistant_tokens} "
                 "without either. `num_lookup_tokens` is for prompt lookup."
             )
+        if self.draft_noise is not None and self.num_assistant_tokens is None:
+            self.num_assistant_tokens = DEFAULT_NUM_ASSISTANT_TOKENS
 
 
 def main() -> None:

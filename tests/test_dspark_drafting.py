@@ -607,7 +607,7 @@ def test_failed_round_is_made_good(target, draft, monkeypatch, place):
             requests = requests_for()
 
             def check(decoder=decoder):
-                behind = decoder._newcomers
+                behind = decoder._seating.joining
                 seats = [s for s, r in enumerate(decoder.rows.requests) if r and r.token_ids and s not in behind]
                 assert_context_is_whole(decoder, target, draft, seats)
 
