@@ -17,7 +17,7 @@ def rows(*rows):
 
 
 def stream(**columns):
-    """A data set that has no length, of tables of one column after the other."""
+    """A data set that does not tell its length."""
     return table(**columns).to_iterable_dataset()
 
 
@@ -166,7 +166,7 @@ def test_what_are_no_prompts(prompts, sentence):
         EvalPrompts.of(prompts)
 
 
-@pytest.mark.parametrize("prompts", [[], table(prompt=[]), Dataset.from_dict({}), stream(prompt=[])])
+@pytest.mark.parametrize("prompts", [[], table(prompt=[]), Dataset.from_dict({}), stream(prompt=["a"]).skip(1)])
 def test_no_prompts_at_all(prompts):
     with pytest.raises(ValueError, match="`prompts` has to hold at least one prompt"):
         EvalPrompts.of(prompts, max_prompts=3)
@@ -232,7 +232,7 @@ def test_settings_that_do_not_exist():
 )
 def test_rows_that_cannot_be_read(dataset, columns, sentence):
     with pytest.raises((ValueError, TypeError), match=sentence):
-        EvalPrompts.of(dataset, **columns)
+        EvalPrompts.of(dataset, max_prompts=2, **columns)
 
 
 @pytest.mark.parametrize(

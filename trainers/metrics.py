@@ -201,15 +201,7 @@ def _of_module(module: EvaluationModule | CombinedEvaluations) -> EvalMetric:
     def score(completions: list[Completion], references: list[Any] | None) -> Any:
         texts = [completion.text for completion in completions]
         columns = {"predictions": texts, "references": references, "data": texts}
-        before = [dict(vars(each)) for each in modules]
-        try:
-            result = module.compute(**{column: columns[column] for column in inputs})
-        except Exception:
-            # What had been added would be judged again in the next evaluation.
-            for each, state in zip(modules, before):
-                vars(each).clear()
-                vars(each).update(state)
-            raise
+        result = module.compute(**{column: columns[column] for column in inputs})
         if result is None:
             raise ValueError(f"The metric {name!r} returned nothing: was it made for a `process_id` other than 0?")
         return result
