@@ -40,7 +40,7 @@ from transformers import (
 )
 
 from hf_specgen import SamplingParams
-from trainers.generation_callback import GenerationEvalCallback
+from trainers import GenerationEvalCallback
 
 METRIC = "exact_match"
 NUM_TEXTS = 8000
