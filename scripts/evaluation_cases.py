@@ -1,4 +1,4 @@
-"""What `benchmark.py` measures of evaluation in a Trainer: the usual loop over padded batches, and the callback's texts.
+"""What `benchmark.py` measures of evaluation in a Trainer: a loop over padded batches, and the callback's generation.
 
 Both get the same texts, start from the same weights and end with all texts on all processes.
 """
@@ -79,7 +79,9 @@ def padded_generate(setting: Setting, tokenizer: PreTrainedTokenizerBase, prompt
     texts: list[str] = []
     with PartialState().split_between_processes(prompts) as share:
         for start in range(0, len(share), BATCH_SIZE):
-            batch = tokenizer(share[start : start + BATCH_SIZE], return_tensors="pt", padding=True, padding_side="left")
+            batch = tokenizer(
+                share[start : start + BATCH_SIZE], return_tensors="pt", padding=True, padding_side="left"
+            )
             input_ids = batch["input_ids"].to(setting.model.device)
             outputs = setting.model.generate(
                 input_ids=input_ids,

@@ -30,6 +30,11 @@ from trainers.sharding import generating_model
 GREEDY = SamplingParams(max_new_tokens=8, temperature=0)
 LONG = SamplingParams(max_new_tokens=32, temperature=0)
 SAMPLED = SamplingParams(max_new_tokens=8, seed=5, n=2)
+ZERO3 = {
+    "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
+    "zero_force_ds_cpu_optimizer": False,
+    "zero_allow_untested_optimizer": True,
+}
 RING = 40
 RING_EOS = RING - 1
 UNEQUAL = [LETTERS[RING_EOS - 28], LETTERS[RING_EOS - 8]]  # texts of 28 and 8 tokens, and nothing for a third rank
@@ -131,12 +136,7 @@ class PartitionedTraining(Training):
         import deepspeed
 
         self.gathering = deepspeed.zero.GatheredParameters
-        config = {
-            "train_micro_batch_size_per_gpu": 1,
-            "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
-            "zero_force_ds_cpu_optimizer": False,
-            "zero_allow_untested_optimizer": True,
-        }
+        config = {"train_micro_batch_size_per_gpu": 1, **ZERO3}
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         self.engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
         self.model = self.engine.module
@@ -248,12 +248,13 @@ def fsdp2_lora(folder: Path) -> dict:
 
 class Collector(TrainerCallback):
     def __init__(self):
-        self.metrics, self.kinds = [], []
+        self.metrics, self.kinds = [], set()
 
     def on_evaluate(self, args, state, control, metrics=None, model=None, **kwargs):
         own = {name: value for name, value in metrics.items() if name not in ("eval_loss",) and "_per_" not in name}
         self.metrics.append({name: value for name, value in own.items() if not name.endswith("runtime")})
-        self.kinds.append(isinstance(model, FSDPModule))
+        is_zero3 = any(hasattr(parameter, "ds_id") for parameter in model.parameters())
+        self.kinds.add("zero3" if is_zero3 else "fsdp2" if isinstance(model, FSDPModule) else "whole")
 
 
 def rank_number(completions, references) -> dict[str, float]:
@@ -261,19 +262,22 @@ def rank_number(completions, references) -> dict[str, float]:
     return {"rank": float(PartialState().process_index + 1)}
 
 
-def train(folder: Path, name: str, make, params=GREEDY) -> dict:
+def train(folder: Path, name: str, make: Callable[[], PreTrainedModel], params=GREEDY, **settings: Any) -> dict:
     """Two trainings, with the callback and without."""
     results = {}
-    for which in ("without", "with"):
+    models = {"without": make(), "with": make()}  # before DeepSpeed changes how models are made
+    for which, model in models.items():
         collector = Collector()
-        trainer = make_trainer(folder / name / which, make(), [collector])
+        trainer = make_trainer(folder / name / which, model, [collector], **settings)
         if which == "with":
-            callback = GenerationEvalCallback(PROMPTS, params, references=PROMPTS, metrics=["exact_match", rank_number])
+            callback = GenerationEvalCallback(
+                PROMPTS, params, references=PROMPTS, metrics=["exact_match", rank_number]
+            )
             callback.attach(trainer)
         trainer.train()
         results[f"losses {which}"] = losses(trainer)
     results["metrics"] = collector.metrics
-    results["is FSDP2"] = all(collector.kinds)
+    results["kinds"] = sorted(collector.kinds)
     results["num_logged"] = sum("eval_rank" in entry for entry in trainer.state.log_history)
     lines = (folder / name / "with" / "completions" / "eval_step_00000004.jsonl").read_text().splitlines()
     results["lines"] = [(line["index"], line["sample"]) for line in map(json.loads, lines)]
@@ -295,6 +299,11 @@ def train_fsdp2(folder: Path) -> dict:
     )
 
 
+def train_zero3(folder: Path) -> dict:
+    settings = {"train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": "auto", **ZERO3}
+    return train(folder, "zero3", make_model, deepspeed=settings)
+
+
 CASES = {
     "splitting": splitting,
     "whole": whole,
@@ -305,6 +314,7 @@ CASES = {
     "zero3": partial(sharded, PartitionedTraining),
     "train_ddp": train_ddp,
     "train_fsdp2": train_fsdp2,
+    "train_zero3": train_zero3,
 }
 
 

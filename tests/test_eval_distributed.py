@@ -41,7 +41,7 @@ def three(tmp_path_factory):
 @pytest.fixture(scope="module")
 def zero3(tmp_path_factory):
     pytest.importorskip("deepspeed")
-    return run(tmp_path_factory, 3, "zero3")
+    return run(tmp_path_factory, 3, "zero3", "train_zero3")
 
 
 @pytest.fixture
@@ -71,24 +71,17 @@ def test_an_error_on_one_rank_is_raised_on_all(one, two, three):
         assert all(rank["whole"]["after the error"] == one[0]["whole"]["after the error"] for rank in ranks)
 
 
-def test_training_under_ddp_is_the_same_and_all_ranks_agree(two):
-    for rank in two:
-        result = rank["train_ddp"]
+@pytest.mark.parametrize("case, kind", [("train_ddp", "whole"), ("train_fsdp2", "fsdp2"), ("train_zero3", "zero3")])
+def test_training_is_the_same_and_all_ranks_agree(request, case, kind):
+    ranks = request.getfixturevalue("zero3" if kind == "zero3" else "two")
+    for result in [rank[case] for rank in ranks]:
+        assert result["kinds"] == [kind]
         assert result["losses with"] == result["losses without"]
-        assert result["metrics"] == two[0]["train_ddp"]["metrics"]
+        assert result["metrics"] == ranks[0][case]["metrics"]
         assert [metrics["eval_rank"] for metrics in result["metrics"]] == [1.0] * 4
         assert result["num_logged"] == 4
-        assert result["lines"] == [[index, sample] for index in range(7) for sample in range(2)]
-
-
-def test_training_under_fsdp2_is_the_same_and_all_ranks_agree(two):
-    for rank in two:
-        result = rank["train_fsdp2"]
-        assert result["is FSDP2"]
-        assert result["losses with"] == result["losses without"]
-        assert result["metrics"] == two[0]["train_fsdp2"]["metrics"]
-        assert [metrics["eval_rank"] for metrics in result["metrics"]] == [1.0] * 4
-        assert result["num_logged"] == 4
+        num_samples = 2 if case == "train_ddp" else 1
+        assert result["lines"] == [[index, sample] for index in range(7) for sample in range(num_samples)]
 
 
 @pytest.mark.parametrize("sharded", [*SHARDED, "zero3"], indirect=True)

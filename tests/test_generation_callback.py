@@ -7,9 +7,9 @@ import pytest
 import torch
 from conftest import EOS, PAD, assert_partly_accepted, make_model, noisy_copy
 from datasets import Dataset
-from training_setup import LETTERS, PROMPTS, dropout_model, losses, make_trainer, text_tokenizer, training_texts
-from transformers import EarlyStoppingCallback, Seq2SeqTrainer, Seq2SeqTrainingArguments, Trainer, TrainerCallback
-from transformers.integrations import TrackioCallback, WandbCallback
+from training_setup import PROMPTS, dropout_model, losses, make_trainer, text_tokenizer, training_texts
+from transformers import EarlyStoppingCallback, Seq2SeqTrainer, Seq2SeqTrainingArguments, TrainerCallback
+from transformers.integrations import TensorBoardCallback, TrackioCallback, WandbCallback
 
 from hf_specgen import SamplingParams
 from trainers import GenerationEvalCallback
@@ -375,8 +375,6 @@ def test_tables_for_terminal_and_trackers(tmp_path, capsys, monkeypatch):
     calls = []
 
     class Tracker:
-        run = "a run"
-
         @staticmethod
         def Table(**content):
             return content
@@ -399,7 +397,10 @@ def test_tables_for_terminal_and_trackers(tmp_path, capsys, monkeypatch):
     (line,) = read(tmp_path, 1)
     row = [1, "[D]|", line["completion"], "yes"]
     wandb_values, trackio_values = calls
-    assert wandb_values["eval/completions"] == {"columns": ["step", "prompt", "completion", "reference"], "data": [row]}
+    assert wandb_values["eval/completions"] == {
+        "columns": ["step", "prompt", "completion", "reference"],
+        "data": [row],
+    }
     assert trackio_values["eval/completions"]["dataframe"].to_numpy().tolist() == [row]
     printed = capsys.readouterr().out
     assert "eval, step 1" in printed and "[D]|" in printed and line["completion"] in printed
@@ -407,10 +408,7 @@ def test_tables_for_terminal_and_trackers(tmp_path, capsys, monkeypatch):
 
 def test_table_in_tensorboard(tmp_path):
     accumulators = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
-    from transformers.integrations import TensorBoardCallback
-    from torch.utils.tensorboard import SummaryWriter
-
-    writer = SummaryWriter(str(tmp_path / "runs"))
+    writer = pytest.importorskip("torch.utils.tensorboard").SummaryWriter(str(tmp_path / "runs"))
     trainer = make_trainer(tmp_path, make_model(), [TensorBoardCallback(writer)], max_steps=1)
     GenerationEvalCallback(PROMPTS, GREEDY, log_completions=2).attach(trainer)
     trainer.train()

@@ -72,16 +72,23 @@ class CompletionLog:
         columns = [column for column in COLUMNS if column != "reference" or references is not None]
         rows = [row[: len(columns)] for row in rows]
         Console().print(_terminal_table(f"{name}, step {step}", columns, rows))
-        key = f"{name}/completions"
         for callback in callbacks:
-            if isinstance(callback, TensorBoardCallback) and callback.tb_writer is not None:
-                callback.tb_writer.add_text(key, _markdown(columns, rows), step)
-                callback.tb_writer.flush()
-            elif isinstance(callback, WandbCallback) and callback._wandb is not None and callback._wandb.run is not None:
-                callback._wandb.log({key: callback._wandb.Table(columns=columns, data=rows), "train/global_step": step})
-            elif isinstance(callback, TrackioCallback) and callback._initialized:
-                table = callback._trackio.Table(dataframe=pd.DataFrame(rows, columns=columns))
-                callback._trackio.log({key: table, "train/global_step": step})
+            _track(callback, f"{name}/completions", step, columns, rows)
+
+
+def _track(
+    callback: TrainerCallback, key: str, step: int, columns: Sequence[str], rows: Sequence[Sequence[Any]]
+) -> None:
+    """Gives a table to a tracker that has begun to record; does nothing for other callbacks."""
+    if isinstance(callback, TensorBoardCallback) and callback.tb_writer is not None:
+        callback.tb_writer.add_text(key, _markdown(columns, rows), step)
+        callback.tb_writer.flush()
+    elif isinstance(callback, WandbCallback) and callback._initialized:
+        table = callback._wandb.Table(columns=list(columns), data=list(rows))
+        callback._wandb.log({key: table, "train/global_step": step})
+    elif isinstance(callback, TrackioCallback) and callback._initialized:
+        table = callback._trackio.Table(dataframe=pd.DataFrame(rows, columns=columns))
+        callback._trackio.log({key: table, "train/global_step": step})
 
 
 def _shortened(value: Any) -> str:

@@ -53,6 +53,6 @@ def on_all_ranks(compute: Callable[[], T]) -> list[T]:
 def on_main_rank(compute: Callable[[], T]) -> T:
     """Runs `compute` on the main rank and gives everyone its result, or its error as [`on_all_ranks`] does."""
     is_main = PartialState().is_main_process
-    (result, *_) = on_all_ranks(lambda: compute() if is_main else None)
-    assert result is not None or is_main, "the first rank is the main one"
+    result = on_all_ranks(lambda: compute() if is_main else None)[0]
+    assert result is not None, "the first rank is the main one, and has a result"
     return result

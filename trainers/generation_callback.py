@@ -90,8 +90,8 @@ class GenerationEvalCallback(TrainerCallback):
         strict: bool = False,
         **columns: str | None,
     ):
-        is_count = isinstance(every, int) and not isinstance(every, bool)
-        if every not in ("evaluate", "epoch") and not (is_count and every > 0):
+        is_count = isinstance(every, int) and not isinstance(every, bool) and every > 0
+        if every not in ("evaluate", "epoch") and not is_count:
             raise ValueError(f'`every` has to be "evaluate", "epoch" or a number of steps, but is {every!r}.')
         if isinstance(log_completions, bool) or not isinstance(log_completions, int) or log_completions < 0:
             raise ValueError(f"`log_completions` has to be a number of texts, at least 0, but is {log_completions!r}.")

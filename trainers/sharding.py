@@ -1,4 +1,4 @@
-"""Sharding: how a model that is spread over ranks, or not, generates on all of them. Knows no prompts and no Trainer."""
+"""Sharding: how a model that is spread over ranks, or not, generates on all of them. Knows no prompts."""
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from accelerate import PartialState
 from torch import distributed, nn
+from torch._dynamo import OptimizedModule
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DataParallel, DistributedDataParallel
@@ -87,8 +88,8 @@ def generating_model(model: nn.Module) -> Iterator[tuple[PreTrainedModel, Synchr
     Raises:
         `ValueError`: for tensor parallelism, which needs the same prompts on all ranks.
     """
-    while isinstance(model, DistributedDataParallel | DataParallel):
-        model = model.module
+    while isinstance(model, DistributedDataParallel | DataParallel | OptimizedModule):
+        model = model._orig_mod if isinstance(model, OptimizedModule) else model.module
     is_zero3 = any(hasattr(parameter, "ds_id") for parameter in model.parameters())
     sharded = [module for module in model.modules() if isinstance(module, FSDPModule)]
     _refuse_tensor_parallelism(model, has_shards=bool(sharded))
@@ -120,7 +121,7 @@ def _refuse_tensor_parallelism(model: nn.Module, has_shards: bool) -> None:
 
 
 @contextmanager
-def _without_wrappers(model: nn.Module) -> Iterator[nn.Module]:
+def _without_wrappers(model: FullyShardedDataParallel) -> Iterator[nn.Module]:
     """The module inside FSDP1, with the wrappers of its submodules out of the way."""
     with ExitStack() as restored:
         for parent in list(model.modules()):
