@@ -183,7 +183,7 @@ def test_several_evaluation_sets_are_generated_for_once(tmp_path):
     assert sum("eval_first_score" in entry for entry in trainer.state.log_history) == 1
     trainer.eval_dataset = texts[:4]
     assert trainer.evaluate()["eval_score"] == 0.6, "outside of training the weights may have changed"
-    assert callback._last[0] == 1
+    assert callback._last.step == 1
 
 
 @pytest.mark.parametrize("every, steps", [(3, [3, 6]), ("epoch", [4, 8]), ("evaluate", [2, 4, 6, 8])])
@@ -288,6 +288,31 @@ def test_a_metric_that_raises_is_left_out(tmp_path, monkeypatch):
     with pytest.raises(KeyError, match="no such thing"):
         trainer.train()
     assert trainer.processing_class.padding_side == "right" and trainer.model.training
+
+
+def test_a_metric_that_raises_now_and_then_chooses_among_the_other_evaluations(tmp_path):
+    scores = [0.5, None, 0.7, None]
+
+    def score(completions, references):
+        if (value := scores.pop(0)) is None:
+            raise ArithmeticError("no score this time")
+        return {"score": value}
+
+    settings = {"save_strategy": "steps", "save_steps": 1, "metric_for_best_model": "score", "greater_is_better": True}
+    trainer = make_trainer(tmp_path, make_model(), [EarlyStoppingCallback(4)], load_best_model_at_end=True, **settings)
+    GenerationEvalCallback(PROMPTS, GREEDY, metrics=[score]).attach(trainer)
+    trainer.train()
+    assert trainer.state.best_model_checkpoint.endswith("checkpoint-3")
+    assert trainer.state.global_step == 4
+    assert [entry["step"] for entry in trainer.state.log_history if "eval_score" in entry] == [1, 3]
+
+
+def test_a_best_metric_that_nobody_computes_is_still_an_error(tmp_path):
+    settings = {"save_strategy": "steps", "save_steps": 1, "metric_for_best_model": "typo"}
+    trainer = make_trainer(tmp_path, make_model(), load_best_model_at_end=True, **settings)
+    GenerationEvalCallback(PROMPTS, GREEDY, metrics=[scripted(1)]).attach(trainer)
+    with pytest.raises(KeyError, match="eval_typo"):
+        trainer.train()
 
 
 def test_a_prompt_that_fails_is_counted_and_named(tmp_path, monkeypatch):

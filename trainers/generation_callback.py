@@ -1,6 +1,8 @@
 """GenerationEvalCallback: metrics of generated text while a Trainer trains, on one process or many."""
 
+import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +30,15 @@ from .preservation import preserved
 
 logger = logging.get_logger(__name__)
 DEFAULT_PREFIX = "eval"
+
+
+@dataclass(frozen=True)
+class Measured:
+    """The metrics of one evaluation without their prefix, and whether one of those asked for is missing."""
+
+    step: int
+    values: dict[str, float]
+    is_incomplete: bool
 
 
 class GenerationEvalCallback(TrainerCallback):
@@ -107,7 +118,7 @@ class GenerationEvalCallback(TrainerCallback):
         self.strict = strict
         self._trainer: Trainer | None = None
         self._reported: set[str] = set()
-        self._last: tuple[int, dict[str, float]] | None = None
+        self._last: Measured | None = None
 
     def attach(self, trainer: Trainer) -> "GenerationEvalCallback":
         """Puts this callback in front of the Trainer's others, so that all of them see its metrics, and returns it."""
@@ -133,12 +144,13 @@ class GenerationEvalCallback(TrainerCallback):
             return
         metrics = kwargs["metrics"]
         prefix = _prefix_of(metrics)
-        if trainer.is_in_train and self._last is not None and self._last[0] == state.global_step:
-            values = self._last[1]  # of another evaluation set: the weights and so the texts are the same
-        else:
-            values = self._evaluate(prefix, **kwargs)
-            self._last = (state.global_step, values)
-        metrics.update({f"{prefix}_{name}": value for name, value in values.items()})
+        # In training, another evaluation set at the same step means the same weights, and so the same texts.
+        if not (trainer.is_in_train and self._last is not None and self._last.step == state.global_step):
+            self._last = self._evaluate(prefix, **kwargs)
+        metrics.update(_prefixed(self._last.values, prefix))
+        wanted = f"eval_{(args.metric_for_best_model or '').removeprefix('eval_')}"
+        if self._last.is_incomplete and wanted.startswith(prefix) and wanted not in metrics:
+            metrics[wanted] = math.nan  # never the best, but not missing, which would end the training
 
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -160,32 +172,33 @@ class GenerationEvalCallback(TrainerCallback):
             )
         return self._trainer
 
-    def _evaluate(self, prefix: str, *, model: nn.Module, processing_class: Any, **kwargs: Any) -> dict[str, float]:
+    def _evaluate(self, prefix: str, *, model: nn.Module, processing_class: Any, **kwargs: Any) -> Measured:
         """Generates and measures on all ranks, and logs."""
         trainer, tokenizer = self._attached_trainer(), _tokenizer_of(processing_class)
         with preserved([model, *self.generation.draft_models], tokenizer):
             generated = self.generation.generate(model, tokenizer)
-            values = on_main_rank(lambda: self._report(prefix, generated))
+            measured = on_main_rank(lambda: self._report(prefix, generated))
             # In `eval` mode, or trainers that keep metrics of their own take these for some of the training.
-            trainer.log({f"{prefix}_{name}": value for name, value in values.items()})
-        return values
+            trainer.log(_prefixed(measured.values, prefix))
+        return measured
 
-    def _report(self, prefix: str, generated: GeneratedTexts) -> dict[str, float]:
+    def _report(self, prefix: str, generated: GeneratedTexts) -> Measured:
         trainer, texts = self._attached_trainer(), generated.completions
         self._note_failures(generated)
         directory = Path(trainer.args.output_dir) / "completions" if self.output_dir is None else Path(self.output_dir)
         log, step = CompletionLog(directory, self.log_completions), trainer.state.global_step
         log.save(prefix, step, texts, self.references)
         log.show(prefix, step, texts, self.references, trainer.callback_handler.callbacks)
-        values = builtin_metrics(texts, generated.seconds, generated.stats)
+        values, is_incomplete = builtin_metrics(texts, generated.seconds, generated.stats), False
         for metric in self.metrics:
             try:
                 values |= metric.compute(texts, self.references)
             except Exception as error:
                 if self.strict:
                     raise
+                is_incomplete = True
                 self._log_once(metric.name, f"The metric {metric.name!r} is left out: {type(error).__name__}: {error}")
-        return values
+        return Measured(step, values, is_incomplete)
 
     def _note_failures(self, generated: GeneratedTexts) -> None:
         failed = [text for text in generated.completions if text.error is not None]
@@ -211,6 +224,10 @@ def _tokenizer_of(processing_class: Any) -> PreTrainedTokenizerBase:
             f"It has {processing_class!r}."
         )
     return tokenizer
+
+
+def _prefixed(values: Mapping[str, float], prefix: str) -> dict[str, float]:
+    return {f"{prefix}_{name}": value for name, value in values.items()}
 
 
 def _prefix_of(metrics: Mapping[str, Any]) -> str:
