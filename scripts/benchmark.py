@@ -348,11 +348,12 @@ def measurement_table(title: str, lines: list[dict[str, Any]]) -> Table:
 def evaluation_table(result: dict[str, Any]) -> Table:
     """Ways to generate an evaluation's texts."""
     table = Table(title=f"evaluation: {result['num_prompts']} prompts x {result['num_new_tokens']} tokens")
-    for name in ("what", "seconds", "of the first", "equal texts"):
+    for name in ("what", "seconds", "CPU seconds", "of the first", "equal texts"):
         table.add_column(name, justify="left" if name == "what" else "right")
     for name, seconds in result["seconds"].items():
         share, num_equal = result["share_of_baseline"][name], result["num_equal"][name]
-        table.add_row(name, f"{seconds:.2f}", f"{share:.2f}x", f"{num_equal}/{result['num_prompts']}")
+        cpu = f"{result['cpu_seconds'][name]:.2f}"
+        table.add_row(name, f"{seconds:.2f}", cpu, f"{share:.2f}x", f"{num_equal}/{result['num_prompts']}")
     return table
 
 
