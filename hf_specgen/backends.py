@@ -95,6 +95,11 @@ def get_generation_backend(
     Raises:
         `ValueError`: for an unknown name or setting, naming the known ones.
     """
+    return backend_kind(name)(model, tokenizer, **settings)
+
+
+def backend_kind(name: str) -> type[GenerationBackend]:
+    """The class of a kind, to check settings without a model; raises `ValueError` for an unknown name."""
     if name not in BACKENDS:
         raise ValueError(f"`name` has to be one of {sorted(BACKENDS)}, but is {name!r}.")
-    return BACKENDS[name](model, tokenizer, **settings)
+    return BACKENDS[name]

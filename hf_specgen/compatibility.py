@@ -15,7 +15,7 @@ from transformers.cache_utils import get_layer_types_and_kwargs
 from transformers.distributed.fsdp import is_fsdp_managed_module
 
 from .attention import GROUPED_ATTENTION
-from .cache import SlotCache
+from .cache import SlotCache, SlotLayer
 from .request import Request
 from .rows import forward, padded
 
@@ -185,7 +185,8 @@ def self_check(model: PreTrainedModel) -> None:
     try:
         for module in flags:
             module.training = False
-        difference = _ragged_difference(model)
+        cache = SlotCache(model.config, num_rows=2)
+        difference = _ragged_difference(model, cache)
     except (RuntimeError, TypeError, IndexError, KeyError, AttributeError) as error:
         raise ValueError(
             f"`{type(model).__name__}` cannot run on ragged rows ({error}). Use it without `enable_speculation`."
@@ -193,7 +194,10 @@ def self_check(model: PreTrainedModel) -> None:
     finally:
         for module, training in flags.items():
             module.training = training
-    tolerance = 1e-3 if model.dtype in (torch.float32, torch.float64) else 0.1
+    # What is cached tells the precision of the computation, which autocast lowers below that of the weights.
+    buffers = [(layer.keys, layer.values) for layer in cache.layers if isinstance(layer, SlotLayer)]
+    cached = {buffer.dtype for pair in buffers for buffer in pair}
+    tolerance = 1e-3 if cached <= {torch.float32, torch.float64} else 0.1
     if not difference <= tolerance:
         raise ValueError(
             f"`{type(model).__name__}` does not decode ragged rows as it decodes single ones: the logits differ by "
@@ -203,8 +207,8 @@ def self_check(model: PreTrainedModel) -> None:
         _checked.add(model)
 
 
-def _ragged_difference(model: PreTrainedModel) -> float:
-    """The largest difference of logits over their largest value."""
+def _ragged_difference(model: PreTrainedModel, cache: SlotCache) -> float:
+    """The largest difference of logits over their largest value; fills the two rows of an empty cache."""
     vocab_size = num_input_ids(model)
     limits = [n for n in (learned_positions(model), _rope_switch(model)) if n is not None]
     longest = min([CHECKED_TOKENS, *limits])
@@ -213,7 +217,6 @@ def _ragged_difference(model: PreTrainedModel) -> float:
         model(input_ids=torch.tensor([text], device=model.device), use_cache=False).logits[0, -1].float()
         for text in texts
     ]
-    cache = SlotCache(model.config, num_rows=2)
     rows = slice(0, 2)
     heads, head_lengths = padded([text[:-2] for text in texts], model.device)
     forward(model, cache, rows, heads, head_lengths)

@@ -6,7 +6,7 @@ backend, and when nobody reads, nothing is computed.
 
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -84,10 +84,7 @@ class GenerationBackend:
     served_settings: ClassVar[frozenset[str]]
 
     def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, **settings: Any):
-        if unknown := sorted(settings.keys() - self.served_settings):
-            raise ValueError(
-                f"The backend {self.name!r} has no setting `{unknown[0]}`; it takes {sorted(self.served_settings)}."
-            )
+        self.check_settings(settings)
         self.settings = BackendSettings(**self.fixed_settings(), **settings)
         self.model = unwrap(model)
         self.tokenizer = tokenizer
@@ -101,6 +98,14 @@ class GenerationBackend:
         self._jobs: dict[int, Job] = {}  # those that have not ended, by the id of their request
         self._named: dict[str, Job] = {}
         self._abandoned: deque[Job] = deque()
+
+    @classmethod
+    def check_settings(cls, names: Iterable[str]) -> None:
+        """Raises `ValueError` if this kind does not take settings of all these names."""
+        if unknown := sorted(set(names) - cls.served_settings):
+            raise ValueError(
+                f"The backend {cls.name!r} has no setting `{unknown[0]}`; it takes {sorted(cls.served_settings)}."
+            )
 
     def fixed_settings(self) -> dict[str, Any]:
         """What this kind does not leave to the caller."""

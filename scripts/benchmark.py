@@ -5,6 +5,7 @@ Speculative against plain and stock assisted generation, all measured in one run
     python scripts/benchmark.py --model Qwen/Qwen3-4B --draft_model deepseek-ai/dspark_qwen3_4b_block7
     python scripts/benchmark.py --model small --prompt_limit 24 --draft_noise 0.3 --cases speculation ragged batching
     torchrun --nproc-per-node 2 scripts/benchmark.py --model small --draft_noise 0.3
+    torchrun --nproc-per-node 2 scripts/benchmark.py --model small --cases evaluation --num_threads 1
     accelerate launch --num_processes 2 scripts/benchmark.py --model my/target --draft_model my/draft \
         --prompts openai/gsm8k/main:question --prompt_limit 64 --do_sample --temperature 0.7
 
@@ -34,6 +35,7 @@ from benchmark_cases import (
     ragged_case,
     speculation_case,
 )
+from evaluation_cases import evaluation_case
 from loading import load_draft_model, load_model, noisy_draft
 from rich.console import Console
 from rich.table import Table
@@ -43,7 +45,17 @@ from transformers import HfArgumentParser, PreTrainedTokenizerBase, set_seed
 from hf_specgen import DecodingStats, DSparkModel, __version__, tune_linears
 from hf_specgen.prompts import encode_prompt, load_prompts
 
-CASES = ("speculation", "ragged", "batching", "serving", "streaming", "attention", "overhead", "processors")
+CASES = (
+    "speculation",
+    "ragged",
+    "batching",
+    "serving",
+    "evaluation",
+    "streaming",
+    "attention",
+    "overhead",
+    "processors",
+)
 DEFAULT_NUM_ASSISTANT_TOKENS = 5
 
 
@@ -156,7 +168,7 @@ def run_cases(
     draft_kwargs: dict[str, Any],
     state: PartialState,
 ) -> dict[str, Any]:
-    """The results of every case asked for: the first four of all processes, the others of the main one."""
+    """The results of every case asked for: the first five of all processes, the others of the main one."""
     largest = max(args.batch_sizes)
     result: dict[str, Any] = {}
     if "speculation" in args.cases:
@@ -169,6 +181,8 @@ def run_cases(
     if "serving" in args.cases:
         drafting = {name: value for name, value in serving_drafter(args, draft_kwargs).items() if value is not None}
         result["serving"] = merged(serving_case(setting, tokenizer, largest, drafting))
+    if "evaluation" in args.cases:
+        result["evaluation"] = evaluation_case(setting, tokenizer)
     if state.is_main_process:
         if "streaming" in args.cases:
             result["streaming"] = streaming_case(setting, tokenizer)
@@ -296,6 +310,8 @@ def print_tables(report: dict[str, Any]) -> None:
             f"sdpa {entry['sdpa_ms']:.1f} ms, grouped {entry['grouped_ms']:.1f} ms ({entry['speedup']:.2f}x, largest "
             f"difference {entry['max_difference']:.1e})"
         )
+    if "evaluation" in report:
+        console.print(evaluation_table(report["evaluation"]))
     if "streaming" in report:
         times = ", ".join(f"{us:.1f} of {count}" for count, us in report["streaming"]["assembly_us_per_token"].items())
         console.print(
@@ -328,6 +344,18 @@ def measurement_table(title: str, lines: list[dict[str, Any]]) -> Table:
             f"{stats['mean_accepted_length']:.2f}" if stats.get("drafting_rounds") else "",
             " ".join(f"{share:.1f}" for share in stats.get("survival", [])[:8]),
         )
+    return table
+
+
+def evaluation_table(result: dict[str, Any]) -> Table:
+    """Ways to generate an evaluation's texts."""
+    table = Table(title=f"evaluation: {result['num_prompts']} prompts x {result['num_new_tokens']} tokens")
+    for name in ("what", "seconds", "CPU seconds", "of the first", "equal texts"):
+        table.add_column(name, justify="left" if name == "what" else "right")
+    for name, seconds in result["seconds"].items():
+        share, num_equal = result["share_of_baseline"][name], result["num_equal"][name]
+        cpu = f"{result['cpu_seconds'][name]:.2f}"
+        table.add_row(name, f"{seconds:.2f}", cpu, f"{share:.2f}x", f"{num_equal}/{result['num_prompts']}")
     return table
 
 

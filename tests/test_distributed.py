@@ -6,15 +6,13 @@ rank's ids stay frozen. The same file is what torchrun starts:
 """
 
 import json
-import os
-import socket
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
 from conftest import cycle_model
+from launching import read_ranks, torchrun
 from torch import distributed
 
 from hf_specgen import enable_speculation
@@ -87,24 +85,12 @@ def run_rank(folder: Path) -> None:
     distributed.destroy_process_group()
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory):
     """The results of both ranks."""
     folder = tmp_path_factory.mktemp("ranks")
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
-    command += ["--master-addr", "127.0.0.1", "--master-port", str(free_port()), __file__, str(folder)]
-    root = Path(__file__).parent.parent
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(root), str(root / "tests")])}
-    environment |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run(command, env=environment, timeout=120, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-4000:]
-    return [json.loads((folder / f"rank_{rank}.json").read_text()) for rank in range(2)]
+    torchrun(2, __file__, str(folder), limit=120)
+    return read_ranks(folder)
 
 
 @pytest.mark.distributed

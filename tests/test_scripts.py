@@ -144,3 +144,17 @@ def test_benchmark_adds_up_two_processes(prompt_limit):
         if line["name"] == "speculative":
             assert line["stats"]["tokens"] == 8 * prompt_limit
     assert report["overhead"]["processors_verification_bookkeeping_share"] > 0
+
+
+def test_benchmark_of_evaluation_generates_the_same_texts_each_way(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
+    case, loading = importlib.import_module("evaluation_cases"), importlib.import_module("loading")
+    monkeypatch.setattr(case, "NUM_PROMPTS", 4)
+    monkeypatch.setattr(case, "NUM_NEW_TOKENS", 6)
+    prompts = case.evaluation_prompts(64)
+    assert len({prompt[:20] for prompt in prompts}) == 64, "ours prefills common beginnings once"
+    model, tokenizer = loading.load_model("small")
+    setting = case.Setting(model, [], {}, repeats=1, pad_token_id=0)
+    result = case.evaluation_case(setting, tokenizer)
+    assert result["num_equal"] == dict.fromkeys(["padded generate", "callback, batched", "callback, speculative"], 4)
+    assert all(seconds > 0 for seconds in result["seconds"].values())

@@ -1,0 +1,155 @@
+"""Columns: where in the rows of a data set the prompts are and where the references, and how to part them.
+
+Knows nothing of data sets but the names of their columns.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from hf_specgen.job import Prompt
+
+# Usual names of columns, the first one found is read.
+PROMPT_COLUMNS = ("prompt", "question")
+COMPLETION_COLUMNS = ("completion", "answer")
+MESSAGES_COLUMN, TEXT_COLUMN = "messages", "text"
+
+
+@dataclass(frozen=True)
+class Columns:
+    """Where in a data set the prompts and references are: in columns of their own, in conversations, or in texts."""
+
+    prompt_column: str | None = None
+    completion_column: str | None = None
+    messages_column: str | None = None
+    text_column: str | None = None
+    split_marker: str | None = None
+
+    @classmethod
+    def of(cls, columns: Mapping[str, str | None]) -> "Columns":
+        """Those that a caller names."""
+        known = list(asdict(cls()))
+        for name, value in columns.items():
+            if name not in known:
+                raise TypeError(f"`{name}` is no setting of prompts; there are {known}.")
+            if value is not None and (not isinstance(value, str) or not value):
+                raise TypeError(f"`{name}` has to be a text that is not empty, but is {value!r}.")
+        return cls(**columns)
+
+    def __post_init__(self) -> None:
+        kinds = ("prompt_column", "completion_column"), ("messages_column",), ("text_column", "split_marker")
+        given = [[name for name in kind if name in self.given()] for kind in kinds]
+        if len(named := [names[0] for names in given if names]) > 1:
+            raise ValueError(f"`{named[0]}` and `{named[1]}` are two ways to read a data set; give one of them.")
+        if self.text_column is not None and self.split_marker is None:
+            raise ValueError(
+                "`text_column` needs `split_marker`, the text after which the reference begins, or the prompts would "
+                "hold what is to be generated."
+            )
+
+    def given(self) -> list[str]:
+        """The names of the settings that are not None."""
+        return [name for name, value in asdict(self).items() if value is not None]
+
+    def located(self, names: list[str]) -> "Columns":
+        """With the usual names filled in, checked against the columns that there are."""
+        found = self
+        if self.split_marker is not None:
+            found = replace(self, text_column=self.text_column or TEXT_COLUMN)
+        elif self.messages_column is None:
+            prompt = self.prompt_column or next((name for name in PROMPT_COLUMNS if name in names), None)
+            if prompt is None and self.completion_column is None and MESSAGES_COLUMN in names:
+                found = replace(self, messages_column=MESSAGES_COLUMN)
+            elif prompt is None:
+                raise ValueError(
+                    f"No column of prompts was found: none of {[*PROMPT_COLUMNS, MESSAGES_COLUMN]} is among {names}. "
+                    "Name it with `prompt_column`, `messages_column`, or `text_column` and `split_marker`."
+                )
+            else:
+                usual = (name for name in COMPLETION_COLUMNS if name in names and name != prompt)
+                found = replace(
+                    self, prompt_column=prompt, completion_column=self.completion_column or next(usual, None)
+                )
+        for setting, name in found.columns().items():
+            if name not in names:
+                raise ValueError(f"`{setting}` has to be a column of the data set, but {name!r} is none of {names}.")
+        return found
+
+    def columns(self) -> dict[str, str]:
+        """The columns to read, by the setting that names them."""
+        return {name: value for name, value in asdict(self).items() if value is not None and name != "split_marker"}
+
+    @property
+    def has_references(self) -> bool:
+        """Whether rows hold what is right."""
+        return self.prompt_column is None or self.completion_column is not None
+
+    def split(self, row: Mapping[str, Any], number: int) -> tuple[Prompt, Any]:
+        """The prompt and the reference of a row, None where there is no reference."""
+        for name in self.columns().values():
+            if row.get(name) is None:
+                raise ValueError(f"Row {number} has nothing in the column {name!r}.")
+        if self.text_column is not None and self.split_marker is not None:
+            return _split_text(row[self.text_column], self.split_marker, number)
+        if self.messages_column is not None:
+            return _split_messages(row[self.messages_column], number)
+        assert self.prompt_column is not None, "it was located"
+        reference = None if self.completion_column is None else row[self.completion_column]
+        return _plain(row[self.prompt_column]), _reference(reference, number)
+
+
+def _split_text(text: Any, marker: str, number: int) -> tuple[str, str]:
+    if not isinstance(text, str):
+        raise TypeError(f"Row {number} has to hold a text, but holds {text!r}.")
+    before, found, after = text.partition(marker)
+    if not found:
+        raise ValueError(f"Row {number} has to hold the `split_marker` {marker!r}, but is {shortened(text)}.")
+    return before + marker, after
+
+
+def _split_messages(messages: Any, number: int) -> tuple[list[dict[str, Any]], str]:
+    if not are_messages(messages):
+        raise TypeError(f"Row {number} has to hold a list of messages with roles, but holds {shortened(messages)}.")
+    answers = [place for place, message in enumerate(messages) if message["role"] == "assistant"]
+    if not answers or answers[-1] == 0:
+        roles = [message["role"] for message in messages]
+        raise ValueError(
+            f"Row {number} has to hold an answer of the assistant after something else, but its roles are {roles}. "
+            "Conversations without an answer are prompts: name the column with `prompt_column`."
+        )
+    return _plain(messages[: answers[-1]]), _content(messages[answers[-1]], number)
+
+
+def _reference(value: Any, number: int) -> Any:
+    """The text of a completion that is a message."""
+    if not are_messages(value):
+        return value
+    if len(value) > 1:
+        raise ValueError(f"Row {number} has to complete with one message, but has {len(value)}.")
+    return _content(value[0], number)
+
+
+def _content(message: Mapping[str, Any], number: int) -> str:
+    content = message.get("content")
+    if not isinstance(content, str):
+        raise ValueError(f"Row {number} has to answer with a text, but the content is {shortened(content)}.")
+    return content
+
+
+def _plain(prompt: Any) -> Any:
+    """Messages without the keys that only other messages of the data set have; its tables fill them with None."""
+    if not are_messages(prompt):
+        return prompt
+    return [{key: value for key, value in message.items() if value is not None} for message in prompt]
+
+
+def are_messages(value: Any) -> bool:
+    """Whether it is a conversation."""
+    is_list = isinstance(value, Sequence) and not isinstance(value, str) and len(value) > 0
+    return is_list and all(isinstance(message, Mapping) and "role" in message for message in value)
+
+
+def shortened(value: Any) -> str:
+    """For error messages."""
+    text = repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."
