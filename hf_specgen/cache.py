@@ -205,10 +205,9 @@ class SlotCache(Cache):
             (window,) = self._sliding_windows
             masks["sliding_attention"] = is_past & (columns > positions - window)
         if is_additive:
-            floor = torch.finfo(dtype).min
-            masks = {
-                k: torch.zeros(m.shape, dtype=dtype, device=m.device).masked_fill_(~m, floor) for k, m in masks.items()
-            }
+            allowed = torch.zeros((), dtype=dtype, device=positions.device)
+            floor = torch.full((), torch.finfo(dtype).min, dtype=dtype, device=positions.device)
+            masks = {kind: torch.where(mask, allowed, floor) for kind, mask in masks.items()}
         if len(self._mask_kinds) == 1:
             return masks[self._mask_kinds[0]]
         return {kind: masks[kind] for kind in self._mask_kinds}

@@ -146,14 +146,27 @@ class _Block:
         if self.is_sampling:
             self.sampling_rows = torch.tensor(self.do_sample).to(rows.device, non_blocking=True)
             self.noise = rows.draw(limits.tolist(), int(limits.max())).to(rows.device, non_blocking=True)
-        self.token_ids = torch.zeros(rows.num_spanned, 0, dtype=torch.long, device=rows.device)
+        has_processors = any(request.rules.logits_processor for _, request in rows.live())
+        self.is_plain = self.is_known and not has_processors and not self.is_sampling
+        self.chosen_ids: list[Tensor] = []  # each (rows,)
         self.laws: list[Tensor] = []
+
+    @property
+    def token_ids(self) -> Tensor:
+        """The candidates chosen so far, `(rows, number)`."""
+        if not self.chosen_ids:
+            return torch.zeros(self.rows.num_spanned, 0, dtype=torch.long, device=self.rows.device)
+        return torch.stack(self.chosen_ids, dim=1)
 
     def choose(self, index: int, logits: Tensor) -> Tensor:
         """Candidate `index` of every row from its corrected logits `(rows, vocab)`."""
         rows = self.rows
         if logits.shape[-1] != self.vocab_size:
             logits = with_vocab(logits, self.vocab_size)
+        if self.is_plain:  # nothing changes the order of the scores
+            chosen_ids = logits.argmax(dim=-1)
+            self.chosen_ids.append(chosen_ids.to(rows.device))
+            return chosen_ids
         scores = score(
             rows, logits.to(rows.device)[:, None], self.token_ids, self.limits.clamp(max=index), first=index
         )[:, 0]
@@ -165,7 +178,7 @@ class _Block:
             sampled_ids = sample(law.nan_to_num(), self.noise[:, index])
             chosen_ids = torch.where(self.sampling_rows, sampled_ids, chosen_ids)
             self.laws.append(law)
-        self.token_ids = torch.cat([self.token_ids, chosen_ids[:, None]], dim=1)
+        self.chosen_ids.append(chosen_ids)
         chosen_ids = chosen_ids.to(logits.device)
         return chosen_ids if self.is_known else known_ids(self.model, chosen_ids)
 

@@ -176,15 +176,15 @@ class DSparkModel(DSparkPreTrainedModel):
             wanted or there is no confidence head.
         """
         previous_ids, memory, embedding = anchor_ids, None, None
-        confidence_head = self.confidence_head if has_confidence else None
+        markov_head, confidence_head = self.markov_head, self.confidence_head if has_confidence else None
         sees_embedding = self.config.confidence_head_with_markov
         is_reduced = self.config.draft_vocab_size is not None
         confidences = []
         for index in range(states.shape[1]):
             logits = base_logits[:, index]
-            if self.markov_head is not None:
-                embedding = self.markov_head.embed(previous_ids)
-                bias, memory = self.markov_head.step(embedding, states[:, index], memory)
+            if markov_head is not None:
+                embedding = markov_head.embed(previous_ids)
+                bias, memory = markov_head.step(embedding, states[:, index], memory)
                 logits = logits + bias
             if confidence_head is not None:
                 confidences.append(confidence_head(states[:, index], embedding if sees_embedding else None))
