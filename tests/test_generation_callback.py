@@ -290,6 +290,21 @@ def test_a_metric_that_raises_is_left_out(tmp_path, monkeypatch):
     assert trainer.processing_class.padding_side == "right" and trainer.model.training
 
 
+def test_a_metric_does_not_replace_another_one(tmp_path, monkeypatch):
+    messages = []
+    monkeypatch.setattr(module_of_callback.logger, "error", messages.append)
+    trainer = make_trainer(tmp_path, make_model())
+
+    def mine(completions, references):
+        return {"mean_length": -1.0}
+
+    GenerationEvalCallback(PROMPTS, GREEDY, metrics=[mine]).attach(trainer)
+    trainer.train()
+    assert all(entry["eval_mean_length"] > 0 for entry in trainer.state.log_history if "eval_mean_length" in entry)
+    (message,) = messages
+    assert "`mean_length` is measured already" in message
+
+
 def test_a_metric_that_raises_now_and_then_chooses_among_the_other_evaluations(tmp_path):
     scores = [0.5, None, 0.7, None]
 

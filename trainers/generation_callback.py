@@ -192,7 +192,10 @@ class GenerationEvalCallback(TrainerCallback):
         values, is_incomplete = builtin_metrics(texts, generated.seconds, generated.stats), False
         for metric in self.metrics:
             try:
-                values |= metric.compute(texts, self.references)
+                computed = metric.compute(texts, self.references)
+                if taken := sorted(values.keys() & computed.keys()):
+                    raise ValueError(f"`{taken[0]}` is measured already; give it another name.")
+                values |= computed
             except Exception as error:
                 if self.strict:
                     raise
