@@ -33,7 +33,7 @@ class BatchedGenerationBackend(GenerationBackend):
     served_settings = BATCHED_SETTINGS
 
 
-class SpeculativeGenerationBackend(BatchedGenerationBackend):
+class SpeculativeDecodingGenerationBackend(BatchedGenerationBackend):
     """As the batched one, with candidates from a draft model, or by lookup in a row's own text if there is none."""
 
     name = "speculative"
@@ -54,7 +54,7 @@ class SpeculativeGenerationBackend(BatchedGenerationBackend):
         return make_drafter(self.model, given.draft_model, GenerationConfig(), settings, self.tokenizer)
 
 
-class DSparkGenerationBackend(SpeculativeGenerationBackend):
+class DSparkGenerationBackend(SpeculativeDecodingGenerationBackend):
     """As the batched one, with candidates from a DSpark drafter."""
 
     name = "dspark"
@@ -72,7 +72,7 @@ BACKENDS: dict[str, type[GenerationBackend]] = {
     for kind in (
         EagerGenerationBackend,
         BatchedGenerationBackend,
-        SpeculativeGenerationBackend,
+        SpeculativeDecodingGenerationBackend,
         DSparkGenerationBackend,
     )
 }

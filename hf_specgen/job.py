@@ -3,11 +3,16 @@
 The place where text and tokens meet; knows the tokenizer and the size of the model's window, but runs nothing.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from transformers import LogitsProcessor, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    LogitsProcessor,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    SuppressTokensLogitsProcessor,
+)
 
 from .compatibility import check_ids
 from .completion import Completion
@@ -103,8 +108,8 @@ class PromptEncoder:
         self.window = window_of(model)
         self.masks: list[LogitsProcessor] = []
         self.vocab_size = model.config.get_text_config(decoder=True).vocab_size
-        if mask_undecodable and (self.vocab_size > len(tokenizer) or tokenizer.pad_token_id is not None):
-            self.masks = [UndecodableMask(len(tokenizer), tokenizer.pad_token_id, sorted(self.eos_token_ids))]
+        if mask_undecodable:
+            self.masks = undecodable_masks(model, tokenizer, self.eos_token_ids)
 
     def jobs(self, prompt: Prompt, params: SamplingParams, index: int = 0) -> list[Job]:
         """The jobs of one prompt, one per sample; a single one with the error if it is refused."""
@@ -116,6 +121,7 @@ class PromptEncoder:
                 raise ValueError(
                     f"`logprobs` has to be at most the vocabulary's {self.vocab_size}, but is {params.logprobs}."
                 )
+            self._check_named_ids(params)
             text, whole_ids = self.encode(prompt)
             prompt_ids = self._fitted(whole_ids, params.max_new_tokens)
             if len(prompt_ids) < len(whole_ids):
@@ -149,6 +155,13 @@ class PromptEncoder:
             f"{self.window} positions. Shorten one of them, or set `truncate_prompt='left'`."
         )
 
+    def _check_named_ids(self, params: SamplingParams) -> None:
+        """Refuses ids that could never be biased or reached."""
+        vocab_size = self.model.config.get_text_config(decoder=True).vocab_size
+        for name, ids in (("logit_bias", params.logit_bias or ()), ("stop_token_ids", params.stop_token_ids)):
+            if outside := [i for i in map(int, ids) if not 0 <= i < vocab_size]:
+                raise ValueError(f"`{name}` names {outside}, but the model's vocabulary has {vocab_size} ids.")
+
     def _job(self, text: str, prompt_ids: list[int], params: SamplingParams, index: int, sample: int) -> Job:
         assembler = TextAssembler(self.tokenizer, params.stop, prompt_ids)
         rules = DecodingRules(
@@ -170,6 +183,21 @@ def eos_ids_of(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> fr
     eos = model.generation_config.eos_token_id
     eos = tokenizer.eos_token_id if eos is None else eos
     return frozenset(() if eos is None else (eos,) if isinstance(eos, int) else eos)
+
+
+def undecodable_masks(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, eos_token_ids: Collection[int]
+) -> list[LogitsProcessor]:
+    """What forbids the ids that the tokenizer does not know, behind its own or between them, and padding."""
+    vocab_size = model.config.get_text_config(decoder=True).vocab_size
+    known = set(tokenizer.get_vocab().values())
+    size = max(known) + 1
+    masks: list[LogitsProcessor] = []
+    if vocab_size > size or tokenizer.pad_token_id is not None:
+        masks.append(UndecodableMask(size, tokenizer.pad_token_id, sorted(eos_token_ids)))
+    if gaps := [token_id for token_id in range(min(size, vocab_size)) if token_id not in known]:
+        masks.append(SuppressTokensLogitsProcessor(gaps, device=model.device))
+    return masks
 
 
 def window_of(model: PreTrainedModel) -> int | None:

@@ -6,6 +6,7 @@ Knows the words of a body and nothing of prompts, models or answers.
 from collections.abc import Mapping
 from typing import Any
 
+from .request import MAX_SEED
 from .sampling_params import SamplingParams
 
 MAX_STOPS = 4
@@ -30,7 +31,20 @@ FIELDS = {
 }
 LOGPROBS_FIELDS = {"logprobs", "top_logprobs"}
 # For whoever answers the request.
-ANSWERING_FIELDS = {"model", "messages", "prompt", "stream", "stream_options", "user"}
+ANSWERING_FIELDS = {
+    "model",
+    "messages",
+    "prompt",
+    "stream",
+    "stream_options",
+    "user",
+    "metadata",
+    "safety_identifier",
+    "prompt_cache_key",
+    "service_tier",
+    "request_id",
+    "priority",
+}
 # What is not served, with the values that ask for nothing.
 NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
     "echo": (False,),
@@ -59,8 +73,9 @@ def from_openai(body: Mapping[str, Any]) -> SamplingParams:
 
     Args:
         body (`Mapping[str, Any]`):
-            The parsed JSON. Ids in `logit_bias` may be strings; whole numbers are as good as fractions. `model`,
-            `messages`, `prompt`, `stream`, `stream_options` and `user` are for whoever answers and not looked at.
+            The parsed JSON. Ids in `logit_bias` may be strings; whole numbers are as good as fractions, and seeds may
+            have 64 bits, of which 32 count. What is for whoever answers, such as `model`, `messages`, `stream` and
+            `user`, is not looked at.
 
     Raises:
         `ValueError` or `TypeError`: naming the fields that are not served, or the value that breaks a rule.
@@ -86,6 +101,8 @@ def from_openai(body: Mapping[str, Any]) -> SamplingParams:
     settings["logprobs"] = _num_logprobs(given)
     if settings.get("top_k") == -1:  # vLLM's word for all tokens
         settings["top_k"] = 0
+    if type(settings.get("seed")) is int and settings["seed"] > MAX_SEED:
+        settings["seed"] %= MAX_SEED + 1
     try:
         return SamplingParams(**settings)
     except (TypeError, ValueError) as error:

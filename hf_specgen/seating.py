@@ -114,8 +114,8 @@ class Seating:
             request = self.waiting.popleft()
             request.start(self.rows.device)
             self.joining[seat] = request
-            cache = self.rows.cache  # must not give columns away that this row will need
-            cache.num_allocated_rows = max(cache.num_allocated_rows, seat + 1)
+            for cache in self.rows.caches():  # they must not give columns away that this row will need
+                cache.num_allocated_rows = max(cache.num_allocated_rows, seat + 1)
 
     def _free_seat(self) -> int | None:
         seats = (seat for seat, request in enumerate(self.rows.requests) if request is None)

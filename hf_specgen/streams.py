@@ -52,7 +52,16 @@ class TextStream(Iterator[str]):
 
     def __init__(self, batch: BatchStream):
         self._batch = batch
-        self.close = batch.close
+
+    def __enter__(self) -> "TextStream":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Ends the request, if it has not ended by itself."""
+        self._batch.close()
 
     @property
     def completion(self) -> Completion | None:

@@ -20,7 +20,7 @@ from hf_specgen.backends import (
     BatchedGenerationBackend,
     DSparkGenerationBackend,
     EagerGenerationBackend,
-    SpeculativeGenerationBackend,
+    SpeculativeDecodingGenerationBackend,
     get_generation_backend,
 )
 from hf_specgen.openai import from_openai
@@ -622,7 +622,7 @@ def test_backends_by_name():
     assert BACKENDS == {
         "eager": EagerGenerationBackend,
         "batched": BatchedGenerationBackend,
-        "speculative": SpeculativeGenerationBackend,
+        "speculative": SpeculativeDecodingGenerationBackend,
         "dspark": DSparkGenerationBackend,
     }
     for kind in KINDS:

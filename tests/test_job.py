@@ -2,9 +2,10 @@
 
 import pytest
 import torch
-from conftest import BOS, EOS, PAD, VOCAB_SIZE, make_model
+from conftest import BOS, EOS, PAD, VOCAB_SIZE, character_tokenizer, make_model
 from test_backends import TOKENIZER, ids_of, letters_tokenizer
-from transformers import MinNewTokensLengthLogitsProcessor
+from tokenizers import Tokenizer, models
+from transformers import MinNewTokensLengthLogitsProcessor, PreTrainedTokenizerFast
 
 from hf_specgen import UndecodableMask
 from hf_specgen.job import Job, PromptEncoder, eos_ids_of, window_of
@@ -180,3 +181,21 @@ def test_error_of_a_request_and_of_its_job():
 
 def test_job_is_one_of_its_kind():
     assert job_of() != job_of()
+
+
+def test_ids_between_those_of_the_tokenizer_are_masked():
+    tokenizer = character_tokenizer("abcdefgh")
+    vocabulary = {"a": 0, "b": 3, "c": 9}
+    gapped = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel(vocabulary, unk_token="a")))
+    for wanted, known in ((tokenizer, set(range(8))), (gapped, {0, 3, 9})):
+        scores = torch.zeros(1, VOCAB_SIZE)
+        for mask in PromptEncoder(make_model(), wanted).masks:
+            scores = mask(torch.zeros(1, 1, dtype=torch.long), scores)
+        assert set((scores[0] > -torch.inf).nonzero()[:, 0].tolist()) == known
+
+
+@pytest.mark.parametrize("name, value", [("logit_bias", {VOCAB_SIZE: 5.0}), ("stop_token_ids", [VOCAB_SIZE])])
+def test_ids_outside_the_vocabulary_are_refused_by_name(name, value):
+    encoder = PromptEncoder(make_model(), character_tokenizer("abcdefgh"))
+    (job,) = encoder.jobs("ab", SamplingParams(**{name: value}))
+    assert f"`{name}` names [{VOCAB_SIZE}]" in str(job.error)

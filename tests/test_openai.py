@@ -192,3 +192,8 @@ def test_body_is_left_as_it_is():
     before = json.dumps(body)
     from_openai(body)
     assert json.dumps(body) == before
+
+
+def test_seed_of_64_bits_and_words_for_the_answer_are_fine():
+    body = {"seed": 12345678901, "metadata": {}, "service_tier": "auto", "request_id": "a", "priority": 0}
+    assert from_openai(body).seed == 12345678901 % 2**32
