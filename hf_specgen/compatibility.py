@@ -109,6 +109,13 @@ def check_ids(model: PreTrainedModel, request: Request) -> None:
         raise ValueError(f"`eos_token_ids` holds {outside}, but the model's vocabulary has {vocab_size} ids.")
 
 
+def eos_ids(eos_token_id: int | list[int] | None) -> frozenset[int]:
+    """The ids that a generation config's `eos_token_id` names."""
+    return frozenset(
+        () if eos_token_id is None else (eos_token_id,) if isinstance(eos_token_id, int) else eos_token_id
+    )
+
+
 def learned_positions(model: PreTrainedModel) -> int | None:
     """How many positions a model with a table of position embeddings knows, None for other encodings."""
     text_config = model.config.get_text_config(decoder=True)

@@ -14,7 +14,7 @@ from transformers import (
     SuppressTokensLogitsProcessor,
 )
 
-from .compatibility import check_ids
+from .compatibility import check_ids, eos_ids
 from .completion import Completion
 from .logits_process import UndecodableMask
 from .request import MAX_SEED, DecodingRules, Request
@@ -181,8 +181,7 @@ class PromptEncoder:
 def eos_ids_of(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
     """The ids that end a text: those of the generation config, else the tokenizer's."""
     eos = model.generation_config.eos_token_id
-    eos = tokenizer.eos_token_id if eos is None else eos
-    return frozenset(() if eos is None else (eos,) if isinstance(eos, int) else eos)
+    return eos_ids(tokenizer.eos_token_id if eos is None else eos)
 
 
 def undecodable_masks(

@@ -17,7 +17,9 @@ from transformers import PreTrainedModel, RepetitionPenaltyLogitsProcessor
 from hf_specgen import Decoder, DecodingStats, DSparkModel, Request, TokenPenalties, enable_speculation
 from hf_specgen.attention import grouped_attention
 from hf_specgen.cache import SlotCache
+from hf_specgen.compatibility import eos_ids
 from hf_specgen.cpu_linear import tune_linears
+from hf_specgen.profiling import time_now
 from hf_specgen.rows import forward
 
 Outputs = list[list[int]]  # generated ids per prompt
@@ -155,14 +157,13 @@ def generate_in_batches(model: PreTrainedModel, setting: Setting, batch_size: in
     """`generate` over padded batches in the order of the prompts; padding and what follows eos is dropped."""
     outputs: Outputs = []
     stats: DecodingStats | None = None
-    eos = model.generation_config.eos_token_id
-    eos_ids = set() if eos is None else {eos} if isinstance(eos, int) else set(eos)
+    ends = eos_ids(model.generation_config.eos_token_id)
     for start in range(0, len(setting.prompts), batch_size):
         batch = left_padded(setting.prompts[start : start + batch_size], setting.pad_token_id)
         batch = on_device(batch, model)
         ids = model.generate(**batch, **(setting.generate_kwargs | kwargs))
         for row in ids[:, batch["input_ids"].shape[1] :].tolist():
-            end = next((i + 1 for i, token_id in enumerate(row) if token_id in eos_ids), len(row))
+            end = next((i + 1 for i, token_id in enumerate(row) if token_id in ends), len(row))
             outputs.append(row[:end])
         if kwargs.keys() & {"assistant_model", "prompt_lookup_num_tokens"}:
             own = getattr(model, "speculation_stats", None)
@@ -196,9 +197,8 @@ def speculation_case(setting: Setting, batch_size: int, draft_kwargs: dict, is_t
 def reference_case(draft: DSparkModel, setting: Setting, max_new_tokens: int | None = None) -> tuple[Outputs, None]:
     """The loop of reference_dspark.py over the prompts, one by one."""
     count = setting.generate_kwargs["max_new_tokens"] if max_new_tokens is None else max_new_tokens
-    eos = setting.model.generation_config.eos_token_id
-    eos_ids = set() if eos is None else {eos} if isinstance(eos, int) else set(eos)
-    return [reference_generate(setting.model, draft, prompt, count, eos_ids) for prompt in setting.prompts], None
+    ends = eos_ids(setting.model.generation_config.eos_token_id)
+    return [reference_generate(setting.model, draft, prompt, count, ends) for prompt in setting.prompts], None
 
 
 def ragged_budgets(setting: Setting) -> list[int]:
@@ -297,13 +297,6 @@ def attention_case(setting: Setting, cached_lengths: tuple[int, ...] = (200, 300
             }
         )
     return results
-
-
-def time_now(model: PreTrainedModel) -> float:
-    """Seconds, once what the model's device has been asked for is done."""
-    if model.device.type == "cuda":
-        torch.cuda.synchronize(model.device)
-    return time.perf_counter()
 
 
 def processors_case(repeats: int, vocab_size: int = 151_936, length: int = 4096, rows: int = 8) -> dict[str, float]:

@@ -37,6 +37,7 @@ from transformers import (
 )
 
 from hf_specgen import Decoder, DecodingRules, DSparkDrafter, DSparkModel, Request
+from hf_specgen.compatibility import eos_ids
 from hf_specgen.dspark.calibration import Calibration, ConfidenceRecorder, ConfidenceRecords, calibrate
 from hf_specgen.dspark.reliability import plot_reliability
 from hf_specgen.prompts import encode_prompt, load_prompts
@@ -134,10 +135,9 @@ def make_requests(
     random.Random(args.seed).shuffle(prompts)
     processors: list = [TemperatureLogitsWarper(args.temperature)] if args.temperature != 1.0 else []
     processors += [TopKLogitsWarper(args.top_k)] if args.top_k else []
-    eos = target.generation_config.eos_token_id
     rules = DecodingRules(
         LogitsProcessorList(processors),
-        eos_token_ids=frozenset([] if eos is None else [eos] if isinstance(eos, int) else eos),
+        eos_token_ids=eos_ids(target.generation_config.eos_token_id),
         do_sample=args.do_sample,
     )
     requests = [

@@ -12,7 +12,7 @@ from hf_specgen import DSparkModel
 
 @torch.no_grad()
 def reference_generate(
-    target: PreTrainedModel, draft: DSparkModel, prompt_ids: list[int], max_new_tokens: int, eos_ids: set[int]
+    target: PreTrainedModel, draft: DSparkModel, prompt_ids: list[int], max_new_tokens: int, eos_ids: frozenset[int]
 ) -> list[int]:
     """The tokens that follow a prompt, at most `max_new_tokens`, ending with one of `eos_ids` if it comes."""
     device = target.device

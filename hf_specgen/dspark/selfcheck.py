@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from ..compatibility import eos_ids
 from ..decoder import Decoder
 from ..prompts import encode_prompt, load_prompts
 from ..request import DecodingRules, Request
@@ -86,9 +87,7 @@ def check_drafter(
 
 def _mean_accepted_length(model: "DSparkModel", target: PreTrainedModel, prompts: list[list[int]]) -> float:
     decoder = Decoder(target, DSparkDrafter(model), max_batch_size=len(prompts))
-    eos = target.generation_config.eos_token_id
-    eos_token_ids = [] if eos is None else [eos] if isinstance(eos, int) else eos
-    rules = DecodingRules(eos_token_ids=frozenset(eos_token_ids))
+    rules = DecodingRules(eos_token_ids=eos_ids(target.generation_config.eos_token_id))
     for _ in decoder.run([Request(ids, MAX_NEW_TOKENS, rules) for ids in prompts]):
         pass
     return decoder.stats.mean_accepted_length
