@@ -1,13 +1,10 @@
 """Speculative and batched generation for Hugging Face Transformers, exact at any batch size."""
 
-from .backends import get_generation_backend
-from .completion import Completion
-from .cpu_linear import tune_linears
-from .decoder import Decoder
-from .draft_length import ConfidenceThreshold, StepCosts, ThroughputScheduler, VerifyAll
-from .drafting import CausalLMDrafter, Drafter, PromptLookupDrafter
+from .drafters import CausalLMDrafter, PromptLookupDrafter, StepCosts, ThroughputScheduler
 from .dspark import DSparkConfig, DSparkDrafter, DSparkModel
-from .generation import SpeculativeDecoderOnlyOutput, disable_speculation, enable_speculation
+from .engine import CacheLimits, Candidates, Decoder, DecodingRules, DecodingStats, Drafter, Request
+from .generation import disable_speculation, enable_speculation
+from .layers import tune_linears
 from .logits_process import (
     FrequencyPenalty,
     LogitBias,
@@ -15,14 +12,8 @@ from .logits_process import (
     RepetitionPenalty,
     TokenPenalties,
     UndecodableMask,
-    order_logits_processors,
 )
-from .openai import from_openai
-from .request import DecodingRules, Request
-from .sampling_params import SamplingParams
-from .seating import CacheLimits
-from .stats import DecodingStats
-from .verification import Candidates, Verification, verify
+from .serving import Completion, SamplingParams, from_openai, get_generation_backend
 
 __version__ = "0.1.0"
 
@@ -31,7 +22,6 @@ __all__ = [
     "Candidates",
     "CausalLMDrafter",
     "Completion",
-    "ConfidenceThreshold",
     "DSparkConfig",
     "DSparkDrafter",
     "DSparkModel",
@@ -46,18 +36,13 @@ __all__ = [
     "RepetitionPenalty",
     "Request",
     "SamplingParams",
-    "SpeculativeDecoderOnlyOutput",
     "StepCosts",
     "ThroughputScheduler",
     "TokenPenalties",
     "UndecodableMask",
-    "Verification",
-    "VerifyAll",
     "disable_speculation",
     "enable_speculation",
     "from_openai",
     "get_generation_backend",
-    "order_logits_processors",
     "tune_linears",
-    "verify",
 ]

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 import pytest
 import torch
 import transformers
-from conftest import FAMILIES, character_tokenizer, left_padded, make_model
 from safetensors.torch import save_file
 from torch import nn
 from transformers import Cache, GenerationConfig, PreTrainedModel, StopStringCriteria
@@ -19,8 +18,9 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.utils import cached_file
 
 from hf_specgen import enable_speculation
-from hf_specgen.generation import SpeculationMixin
-from hf_specgen.scoring import IGNORES_IDS
+from hf_specgen.engine.scoring import IGNORES_IDS
+from hf_specgen.generation.enable import SpeculationMixin
+from tests.support.models import FAMILIES, character_tokenizer, left_padded, make_model
 
 
 def parameters_of(function) -> list[str]:

@@ -19,7 +19,7 @@ from transformers import (
 from transformers.utils import logging
 
 from hf_specgen import SamplingParams
-from hf_specgen.generation_backend import DEFAULT_PARAMS
+from hf_specgen.serving.backend import DEFAULT_PARAMS
 
 from .completion_log import CompletionLog
 from .distribution import on_main_rank

@@ -14,8 +14,8 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
-from hf_specgen.compatibility import self_check
-from hf_specgen.generation import unwrap
+from hf_specgen.engine.support import self_check
+from hf_specgen.generation.enable import unwrap
 
 logger = logging.get_logger(__name__)
 

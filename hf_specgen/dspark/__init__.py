@@ -1,10 +1,10 @@
 """DSpark: a block-parallel drafter that reads its target's hidden states (DeepSeek 2026, arXiv 2607.05147)."""
 
 from .calibration import Calibration, ConfidenceRecorder
-from .configuration_dspark import DSparkConfig
+from .configuration import DSparkConfig
 from .convert import convert
-from .drafting_dspark import DSparkDrafter
-from .modeling_dspark import DSparkModel
+from .drafter import DSparkDrafter
+from .modeling import DSparkModel
 from .selfcheck import DSparkCheck
 
 __all__ = [

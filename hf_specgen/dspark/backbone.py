@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from transformers.activations import ACT2FN
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from ..cache import SlotCache
-from .configuration_dspark import DSparkConfig
+from ..layers.slot_cache import SlotCache
+from .configuration import DSparkConfig
 
 
 class DSparkRotaryEmbedding(nn.Module):

@@ -15,8 +15,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from ..rows import Rows
-from ..verification import Candidates, Verification
+from ..engine.batch import Rows
+from ..engine.verification import Candidates, Verification
 from .reliability import auroc, brier_score, by_position, expected_calibration_error
 
 CALIBRATION_FILE = "confidence_calibration.json"

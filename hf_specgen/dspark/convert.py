@@ -5,7 +5,7 @@ import os
 from transformers import PreTrainedModel
 
 from .layouts import LAYOUTS
-from .modeling_dspark import DSparkModel
+from .modeling import DSparkModel
 from .target import foreign_tables
 
 

@@ -7,7 +7,7 @@ DSpark, section 3 (DeepSeek 2026, https://arxiv.org/abs/2607.05147). Sampling an
 import torch
 from torch import Tensor, nn
 
-from .configuration_dspark import DSparkConfig
+from .configuration import DSparkConfig
 
 
 class MarkovHead(nn.Module):

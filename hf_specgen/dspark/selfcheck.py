@@ -10,15 +10,15 @@ from typing import TYPE_CHECKING, Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from ..compatibility import eos_ids
-from ..decoder import Decoder
-from ..prompts import encode_prompt, load_prompts
-from ..request import DecodingRules, Request
-from .drafting_dspark import DSparkDrafter
+from ..engine.decoder import Decoder
+from ..engine.request import DecodingRules, Request
+from ..engine.support import eos_ids
+from ..prompts.sources import encode_prompt, load_prompts
+from .drafter import DSparkDrafter
 from .target import check_target, foreign_tables
 
 if TYPE_CHECKING:
-    from .modeling_dspark import DSparkModel
+    from .modeling import DSparkModel
 
 NUM_PROMPTS = 4
 MAX_NEW_TOKENS = 32

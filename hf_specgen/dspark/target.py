@@ -9,12 +9,12 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from ..compatibility import check_vocab_sizes, is_sharded, num_input_ids
-from .configuration_dspark import DSparkConfig, check_tapped_layers
+from ..engine.support import check_vocab_sizes, is_sharded, num_input_ids
+from .configuration import DSparkConfig, check_tapped_layers
 from .layouts import FAMILY_TYPES, read_layout
 
 if TYPE_CHECKING:
-    from .modeling_dspark import DSparkModel
+    from .modeling import DSparkModel
 
 NEW_DRAFTER = {
     "num_hidden_layers": 5,

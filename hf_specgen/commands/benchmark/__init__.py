@@ -1,0 +1,1 @@
+"""Speculative against plain and stock assisted generation, measured in one run."""

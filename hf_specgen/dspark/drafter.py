@@ -1,0 +1,262 @@
+"""DSparkDrafter: a DSparkModel behind the `Drafter` contract, for any number of rows.
+
+Context keys and values live in a slot cache: written once per token, when the target has just computed its states;
+those of a block lie behind them and are overwritten by what comes next.
+"""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+from transformers import GenerationConfig, PreTrainedModel
+from transformers.utils import ModelOutput
+
+from ..arguments import check_count
+from ..drafters.causal_lm import with_vocab
+from ..drafters.widths import ConfidenceThreshold, DraftLengthPolicy, VerifyAll
+from ..engine.batch import Rows
+from ..engine.drafter import Drafter
+from ..engine.scoring import score
+from ..engine.verification import Candidates, sample
+from ..layers.slot_cache import SlotCache, SlotWrite
+from .storage import check_threshold
+from .target import check_target
+
+if TYPE_CHECKING:
+    from .modeling import DSparkModel
+
+
+class DSparkDrafter(Drafter):
+    """
+    Drafts a block per round in one pass of a [`DSparkModel`].
+
+    The target's processors and warpers are applied to the corrected logits of each candidate, in fp32, and a sampling
+    row draws from exactly the law that it passes on.
+
+    Args:
+        draft_model ([`DSparkModel`]):
+            The drafter.
+        num_assistant_tokens (`int`, *optional*):
+            The most candidates that are verified per round; the block's own number by default, and at most that.
+        draft_length ([`DraftLengthPolicy`], *optional*):
+            Decides how many candidates each row verifies: all by default.
+        is_calibrated (`bool`, *optional*, defaults to `True`):
+            Whether confidences are scaled by the model's calibration, if it has one.
+        keep_confidence (`bool`, *optional*, defaults to `False`):
+            Whether `confidence_logits` are computed although no policy asks for them.
+
+    Attributes:
+        confidence_logits (`torch.FloatTensor` of shape `(rows, k)`, *optional*): raw logits of the last block's
+            confidences.
+        num_context_tokens (`int`): positions whose context was computed so far, refused candidates included.
+
+    Raises:
+        `ValueError`: for more candidates than a block gives, or a policy that needs a confidence head.
+    """
+
+    def __init__(
+        self,
+        draft_model: "DSparkModel",
+        num_assistant_tokens: int | None = None,
+        draft_length: DraftLengthPolicy | None = None,
+        is_calibrated: bool = True,
+        keep_confidence: bool = False,
+    ):
+        if not hasattr(draft_model, "make_drafter"):
+            raise TypeError(f"`draft_model` has to be a `DSparkModel`, but is a {type(draft_model).__name__!r}.")
+        if draft_length is not None and not isinstance(draft_length, DraftLengthPolicy):
+            raise TypeError(
+                f"`draft_length` has to be a policy such as `ConfidenceThreshold(0.5)`, but is {draft_length!r}."
+            )
+        config = draft_model.config
+        count = config.num_candidates if num_assistant_tokens is None else num_assistant_tokens
+        if check_count("num_assistant_tokens", count) > config.num_candidates:
+            raise ValueError(
+                f"`num_assistant_tokens` has to be at most {config.num_candidates}, which is what a block of this "
+                f"drafter gives, but is {count}."
+            )
+        self.draft_model = draft_model
+        self.num_assistant_tokens = count
+        self.draft_length = VerifyAll() if draft_length is None else draft_length
+        self.keep_confidence = keep_confidence
+        if (keep_confidence or self.draft_length.needs_confidence) and draft_model.confidence_head is None:
+            raise ValueError(
+                f"`{type(self.draft_length).__name__}` needs confidences, but the drafter has no confidence head."
+            )
+        self.calibration = draft_model.calibration if is_calibrated else None
+        self.target_layer_ids = tuple(config.target_layer_ids)
+        self.confidence_logits: Tensor | None = None
+        self.num_context_tokens = 0
+        self.num_forwards = 0
+
+    def bind(self, target: PreTrainedModel) -> None:
+        check_target(self.draft_model, target)
+
+    def make_cache(self, rows: int) -> SlotCache:
+        return SlotCache(self.draft_model.config, rows)
+
+    def observe(self, rows: Rows, candidates: Candidates, outputs: ModelOutput) -> None:
+        cache = _cache_of(rows)
+        num_tokens = rows.cache.lengths[rows.span] - cache.lengths[rows.span]
+        states = tapped_states(self.draft_model, outputs.hidden_states)
+        assert int(num_tokens.max()) <= states.shape[1], "the context lacks no token but those of this pass"
+        write = cache.begin(rows.span, num_tokens, states.shape[1], states.device)
+        self.draft_model.write_context(states, cache, write.position_ids)
+        cache.advance(rows.span, num_tokens)
+        self.num_context_tokens += int(num_tokens.sum())
+
+    def draft(self, rows: Rows, max_tokens: Tensor) -> Candidates:
+        self.confidence_logits = None
+        limits = max_tokens.clamp(max=self.num_assistant_tokens)
+        k = int(limits.max())
+        if k == 0:
+            return Candidates.none(rows.num_spanned, rows.device)
+        model, device = self.draft_model, self.draft_model.fc.weight.device
+        anchors = [0 if r is None else r.committed_from(r.num_committed - 1)[0] for r in rows.spanned]
+        anchor_ids = known_ids(model, torch.tensor(anchors).to(device, non_blocking=True))
+        states = draft_block(model, rows.model, _cache_of(rows), rows.span, anchor_ids)[:, :k]
+        self.num_forwards += 1
+        block = _Block(rows, limits, model)
+        logits = model.base_logits(states, rows.model)
+        self.confidence_logits = model.unroll(states, logits, anchor_ids, block.choose, self._has_confidence())
+        is_live = torch.tensor([request is not None for request in rows.spanned])
+        lengths = self.draft_length.lengths(self._confidences(), block.limits, is_live)
+        return Candidates(block.token_ids, lengths, torch.stack(block.laws, dim=1) if block.laws else None)
+
+    def _has_confidence(self) -> bool:
+        return self.keep_confidence or self.draft_length.needs_confidence
+
+    def _confidences(self) -> Tensor | None:
+        logits = self.confidence_logits
+        if not self.draft_length.needs_confidence or logits is None:
+            return None
+        return logits.sigmoid() if self.calibration is None else self.calibration.probabilities(logits)
+
+
+class _Block:
+    """The candidates of a round while they are chosen, one per call of `choose`."""
+
+    def __init__(self, rows: Rows, limits: Tensor, model: "DSparkModel"):
+        self.rows = rows
+        self.model = model
+        self.vocab_size = rows.model.config.get_text_config().vocab_size
+        self.is_known = self.vocab_size <= model.config.vocab_size
+        self.limits = limits.clone()
+        self.do_sample = [request is not None and request.rules.do_sample for request in rows.spanned]
+        self.is_sampling = any(self.do_sample)
+        if self.is_sampling:
+            self.sampling_rows = torch.tensor(self.do_sample).to(rows.device, non_blocking=True)
+            self.noise = rows.draw(limits.tolist(), int(limits.max())).to(rows.device, non_blocking=True)
+        has_processors = any(request.rules.logits_processor for _, request in rows.live())
+        self.is_plain = self.is_known and not has_processors and not self.is_sampling
+        self.chosen_ids: list[Tensor] = []  # each (rows,)
+        self.laws: list[Tensor] = []
+
+    @property
+    def token_ids(self) -> Tensor:
+        """The candidates chosen so far, `(rows, number)`."""
+        if not self.chosen_ids:
+            return torch.zeros(self.rows.num_spanned, 0, dtype=torch.long, device=self.rows.device)
+        return torch.stack(self.chosen_ids, dim=1)
+
+    def choose(self, index: int, logits: Tensor) -> Tensor:
+        """Candidate `index` of every row from its corrected logits `(rows, vocab)`."""
+        rows = self.rows
+        if logits.shape[-1] != self.vocab_size:
+            logits = with_vocab(logits, self.vocab_size)
+        if self.is_plain:  # nothing changes the order of the scores
+            chosen_ids = logits.argmax(dim=-1)
+            self.chosen_ids.append(chosen_ids.to(rows.device))
+            return chosen_ids
+        scores = score(
+            rows, logits.to(rows.device)[:, None], self.token_ids, self.limits.clamp(max=index), first=index
+        )[:, 0]
+        for row in rows.failures:  # whether it matters is for the verification to find out
+            self.limits[row] = min(int(self.limits[row]), index)
+        chosen_ids = scores.argmax(dim=-1)
+        if self.is_sampling:
+            law = scores.softmax(dim=-1)
+            sampled_ids = sample(law.nan_to_num(), self.noise[:, index])
+            chosen_ids = torch.where(self.sampling_rows, sampled_ids, chosen_ids)
+            self.laws.append(law)
+        self.chosen_ids.append(chosen_ids)
+        chosen_ids = chosen_ids.to(logits.device)
+        return chosen_ids if self.is_known else known_ids(self.model, chosen_ids)
+
+
+def _cache_of(rows: Rows) -> SlotCache:
+    assert rows.draft_cache is not None, "the drafter has made a cache"
+    return rows.draft_cache
+
+
+def known_ids(model: "DSparkModel", token_ids: Tensor) -> Tensor:
+    """Ids of a target whose vocabulary is padded further than the drafter's become 0."""
+    return torch.where(token_ids < model.config.vocab_size, token_ids, 0)
+
+
+def tapped_states(model: "DSparkModel", hidden_states: Sequence[Tensor]) -> Tensor:
+    """The hidden states that the drafter taps, side by side: `(rows, tokens, layers * hidden_size)`."""
+    weight = model.fc.weight
+    taps = [hidden_states[layer + 1].to(weight.device) for layer in model.config.target_layer_ids]
+    return torch.cat(taps, dim=-1).to(weight.dtype)
+
+
+def draft_block(
+    model: "DSparkModel", target: PreTrainedModel, cache: SlotCache, rows: slice, anchor_ids: Tensor
+) -> Tensor:
+    """
+    One pass over a block per row, behind each row's context; nothing of it stays in the cache.
+
+    Returns:
+        `torch.Tensor` of shape `(rows, num_candidates, hidden_size)`: the states of the slots that predict.
+    """
+    config, num_slots = model.config, model.config.block_size
+    block_ids = anchor_ids.new_full((len(anchor_ids), num_slots), config.mask_token_id)
+    block_ids[:, 0] = anchor_ids
+    write = cache.begin(rows, torch.full((len(anchor_ids),), num_slots), num_slots, anchor_ids.device)
+    mask = _block_mask(write, model.fc.weight.dtype)
+    states = model(block_ids, write.position_ids, attention_mask=mask, cache=cache, target=target).last_hidden_state
+    return states if config.sample_from_anchor else states[:, 1:]
+
+
+def _block_mask(write: SlotWrite, dtype: torch.dtype) -> Tensor | None:
+    """Every slot sees its row's context and all of the block: `(rows, 1, 1, columns)`, None if that is everything."""
+    if write.common_start is not None:
+        return None
+    columns = torch.arange(write.width, device=write.columns.device)
+    is_hidden = columns > write.columns[:, -1:]
+    mask = torch.zeros(is_hidden.shape, dtype=dtype, device=columns.device)
+    return mask.masked_fill_(is_hidden, torch.finfo(dtype).min)[:, None, None]
+
+
+def check_own_config(model: "DSparkModel") -> None:
+    """Raises `ValueError` if the drafter's own generation config asks for what transformers would rewrite in it."""
+    own = model.generation_config
+    if own.assistant_confidence_threshold:
+        raise ValueError(
+            f"`assistant_confidence_threshold` of the drafter's generation config is "
+            f"{own.assistant_confidence_threshold}; set `confidence_threshold` of the drafter itself."
+        )
+    if own.num_assistant_tokens_schedule not in (None, "constant"):
+        raise ValueError(
+            "`num_assistant_tokens_schedule` of the drafter's generation config has to be 'constant', but is "
+            f"{own.num_assistant_tokens_schedule!r}."
+        )
+
+
+def make_drafter(model: "DSparkModel", generation_config: GenerationConfig) -> DSparkDrafter:
+    """The drafter that a call of `generate` asks for; what it says nothing about is None."""
+    if generation_config.num_assistant_tokens_schedule not in (None, "constant"):
+        raise ValueError(
+            "`num_assistant_tokens_schedule` has to be 'constant' for a DSpark drafter, whose block is always drafted "
+            f"whole, but is {generation_config.num_assistant_tokens_schedule!r}."
+        )
+    if generation_config.max_matching_ngram_size is not None:
+        raise ValueError("`max_matching_ngram_size` is for prompt lookup; a DSpark drafter has no use for it.")
+    check_own_config(model)
+    threshold = generation_config.assistant_confidence_threshold
+    threshold = model.confidence_threshold if threshold is None else check_threshold(threshold)
+    policy = ConfidenceThreshold(threshold) if threshold > 0 else None
+    count = generation_config.num_assistant_tokens
+    return DSparkDrafter(model, model.generation_config.num_assistant_tokens if count is None else count, policy)

@@ -1,0 +1,186 @@
+"""Rows: requests side by side with their caches.
+
+Between rounds every cache holds all committed tokens of its row but the last one (the anchor); a drafter's cache may
+lag behind. Knows no processors, no verification and no drafting.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.utils import ModelOutput
+
+from ..layers.attention import MAX_POSITIONS
+from ..layers.slot_cache import SlotCache
+from .request import Request
+
+
+def forward(
+    model: PreTrainedModel, cache: SlotCache, rows: slice, token_ids: Tensor, num_tokens: Tensor, **model_kwargs: Any
+) -> ModelOutput:
+    """
+    One forward pass over new tokens of consecutive rows; the cache counts them as written.
+
+    Args:
+        model ([`~transformers.PreTrainedModel`]):
+            A causal language model.
+        cache ([`SlotCache`]):
+            The model's cache.
+        rows (`slice`):
+            The rows that the tokens belong to.
+        token_ids (`torch.LongTensor` of shape `(rows, new)`):
+            The tokens behind those in the cache, right-padded.
+        num_tokens (`torch.LongTensor` of shape `(rows,)`, on the CPU):
+            How many of them count in each row.
+    """
+    write = cache.begin(rows, num_tokens, token_ids.shape[1], token_ids.device)
+    is_eager = model.config.get_text_config(decoder=True)._attn_implementation == "eager"
+    is_additive = is_eager or token_ids.shape[1] <= MAX_POSITIONS  # larger ones would take four times the memory
+    outputs = model(
+        input_ids=token_ids,
+        attention_mask=cache.attention_mask(is_additive, model.dtype),
+        position_ids=write.position_ids,
+        cache=cache,
+        use_cache=True,  # Trainer turns it off in the config
+        return_dict=True,
+        **model_kwargs,
+    )
+    cache.advance(rows, num_tokens)
+    return outputs
+
+
+def forward_last(
+    model: PreTrainedModel, cache: SlotCache, rows: slice, token_ids: Tensor, num_tokens: Tensor, **model_kwargs: Any
+) -> ModelOutput:
+    """As `forward`, with `logits` of shape `(rows, 1, vocab)`: those of each row's last token that counts."""
+    last = (num_tokens - 1).clamp(min=0)
+    positions, index = last.unique(return_inverse=True)
+    if model._supports_logits_to_keep():
+        model_kwargs["logits_to_keep"] = positions.to(token_ids.device)
+    else:
+        index = last
+    outputs = forward(model, cache, rows, token_ids, num_tokens, **model_kwargs)
+    row_index = torch.arange(len(index), device=outputs.logits.device)
+    outputs.logits = outputs.logits[row_index, index.to(outputs.logits.device)][:, None]
+    return outputs
+
+
+@dataclass(frozen=True)
+class Failure:
+    """A processor raised `error` when it judged what follows the first `position` candidates of a row."""
+
+    position: int
+    error: Exception
+
+
+class Rows:
+    """
+    Seats for requests that are decoded side by side, with the target's cache and the drafter's.
+
+    Args:
+        model ([`~transformers.PreTrainedModel`]):
+            The target.
+        num_rows (`int`):
+            The number of seats.
+        capacity (`int`, *optional*):
+            A fixed number of cache columns, see [`SlotCache`].
+        draft_cache ([`SlotCache`], *optional*):
+            The drafter's cache, which `commit` and `leave` treat like the target's.
+
+    Attributes:
+        requests (`list[Request | None]`): who sits where.
+        device (`torch.device`): where the target takes its inputs.
+        failures (`dict[int, Failure]`): by row of the span, the first position that could not be scored.
+        span (`slice`): the consecutive seats that take part in the current round. All row tensors of a round (what a
+            drafter gets and returns, scores, verification) have one row per seat of the span, empty seats included.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        num_rows: int,
+        capacity: int | None = None,
+        draft_cache: SlotCache | None = None,
+    ):
+        self.model = model
+        self.cache = SlotCache(model.config, num_rows, capacity)
+        self.draft_cache = draft_cache
+        self.requests: list[Request | None] = [None] * num_rows
+        self.span = slice(0, num_rows)
+        self.device = model.device
+        self.failures: dict[int, Failure] = {}
+
+    @property
+    def num_spanned(self) -> int:
+        """How many seats the span has."""
+        return self.span.stop - self.span.start
+
+    @property
+    def spanned(self) -> list[Request | None]:
+        """The requests of the span's seats."""
+        return self.requests[self.span]
+
+    def live(self) -> list[tuple[int, Request]]:
+        """The requests of the span with their row in the round's tensors."""
+        return [(row, request) for row, request in enumerate(self.spanned) if request is not None]
+
+    def leave(self, seat: int) -> None:
+        """Frees a seat: its cached columns no longer count."""
+        self.requests[seat] = None
+        for cache in self.caches():
+            cache.truncate(seat, 0)
+
+    def commit(self, seat: int, token_ids: list[int]) -> None:
+        """Gives a row its new tokens and rolls its caches back to what is committed."""
+        request = self.requests[seat]
+        assert request is not None, "an empty seat has nothing to commit"
+        request.commit(token_ids)
+        self.roll_back(seat)
+
+    def roll_back(self, seat: int) -> None:
+        """Brings the caches of a seat back to what is committed, after a round that did not end."""
+        request = self.requests[seat]
+        assert request is not None, "an empty seat has nothing to roll back"
+        for cache in self.caches():
+            cache.truncate(seat, request.num_committed - 1)
+
+    def caches(self) -> list[SlotCache]:
+        """The target's cache, and the drafter's if it has one."""
+        return [self.cache] if self.draft_cache is None else [self.cache, self.draft_cache]
+
+    def pending(self, cache: SlotCache, rows: slice | None = None) -> list[list[int]]:
+        """The committed tokens of each row of the span (or of `rows`) that `cache` does not hold yet."""
+        rows = self.span if rows is None else rows
+        starts = cache.lengths[rows].tolist()
+        return [
+            [] if request is None else request.committed_from(start)
+            for request, start in zip(self.requests[rows], starts)
+        ]
+
+    def draw(self, counts: list[int], columns: int) -> Tensor:
+        """Uniform numbers of shape `(rows, columns)`: the first `counts[row]` of a row come from its request."""
+        noise = torch.zeros(self.num_spanned, columns)
+        for row, request in self.live():
+            if request.rules.do_sample:
+                noise[row, : counts[row]] = request.draw(counts[row])
+        return noise
+
+    def draw_for(self, lengths: Tensor, k: int) -> Tensor:
+        """
+        The noise of a verification, `(rows, k + 1)`: a row draws one number per candidate and one for the next token,
+        in the last column, whatever the others draw.
+        """
+        drawn = self.draw((lengths + 1).tolist(), k + 1)
+        noise = drawn.clone()
+        noise[:, k] = drawn.gather(1, lengths[:, None])[:, 0]
+        return noise
+
+
+def padded(token_lists: list[list[int]], device: torch.device) -> tuple[Tensor, Tensor]:
+    """Right-padded ids of shape `(rows, longest)` on `device`, and the lengths on the CPU."""
+    lengths = [len(tokens) for tokens in token_lists]
+    longest = max(lengths)
+    token_ids = torch.tensor([tokens + [0] * (longest - len(tokens)) for tokens in token_lists], dtype=torch.long)
+    return token_ids.to(device, non_blocking=True), torch.tensor(lengths)

@@ -1,0 +1,5 @@
+"""Prompts to measure and check with: built-in ones, JSONL files, data sets."""
+
+from .sources import Prompt, encode_prompt, load_prompts
+
+__all__ = ["Prompt", "encode_prompt", "load_prompts"]

@@ -1,0 +1,9 @@
+"""The second entry point: text in, text out, for serving and evaluation."""
+
+from .backend import GenerationBackend
+from .backends import get_generation_backend
+from .completion import Completion
+from .openai_request import from_openai
+from .sampling_params import SamplingParams
+
+__all__ = ["Completion", "GenerationBackend", "SamplingParams", "from_openai", "get_generation_backend"]

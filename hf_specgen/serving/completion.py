@@ -1,0 +1,41 @@
+"""Completion: what became of one prompt, as text and as tokens."""
+
+from dataclasses import dataclass, field
+
+from ..engine.request import TokenLogprobs
+from ..engine.stats import DecodingStats
+
+
+@dataclass(frozen=True)
+class Completion:
+    """
+    The answer to a prompt.
+
+    Args:
+        prompt (`str`):
+            The prompt as the model saw it.
+        text (`str`):
+            What was generated, without the prompt, special tokens, and the stop string that ended it.
+        token_ids (`tuple[int, ...]`):
+            What was generated, with all of these.
+        finish_reason (`str`):
+            `"stop"` (a stop string), `"eos"` (an id that ends a text), `"length"`, `"aborted"` or `"error"`.
+        index (`int`), sample (`int`):
+            The number of the prompt in its call, and of the sample among those of the prompt.
+        logprobs (`tuple[TokenLogprobs, ...]`, *optional*):
+            Per token, if asked for.
+        stats ([`DecodingStats`]):
+            The counts of this completion.
+        error (`Exception`, *optional*):
+            What went wrong, with finish reason `"error"`.
+    """
+
+    prompt: str
+    text: str
+    token_ids: tuple[int, ...]
+    finish_reason: str
+    index: int = 0
+    sample: int = 0
+    logprobs: tuple[TokenLogprobs, ...] | None = None
+    stats: DecodingStats = field(default_factory=DecodingStats)
+    error: Exception | None = None

@@ -1,0 +1,762 @@
+"""The stock door: DSpark as `assistant_model` of a target that nobody prepared, in transformers' own loop."""
+
+import copy
+import gc
+import threading
+import weakref
+
+import pytest
+import torch
+from torch.nn.modules import module as torch_module
+from transformers import DynamicCache, GenerationConfig, LogitsProcessor, StaticCache, pipeline
+
+from hf_specgen import DSparkModel, FrequencyPenalty, enable_speculation
+from hf_specgen.dspark import stock_assistant as assistant_dspark
+from tests.support.dspark_models import HEADS, bigram_target, fitted_drafter
+from tests.support.generate_calls import TOKENIZER, RecordingStreamer, generated
+from tests.support.models import PAD, left_padded, noisy_copy
+
+BLOCK = 4
+DICT_OUTPUT = {"return_dict_in_generate": True, "output_scores": True, "output_logits": True}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def quick_collections():
+    """Leaves what is there already out of the collections below."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
+@pytest.fixture(scope="module")
+def target():
+    return bigram_target()
+
+
+@pytest.fixture(scope="module")
+def drafts(target):
+    return {head: fitted_drafter(target, head) for head in HEADS}
+
+
+@pytest.fixture
+def draft(drafts):
+    """Its attributes may be changed."""
+    return copy.deepcopy(drafts["gated"])
+
+
+class OutOfLuck(Exception):
+    pass
+
+
+class RoundSizes(RecordingStreamer):
+    """How many tokens each round gave."""
+
+    @property
+    def sizes(self):
+        return [len(put[0]) if isinstance(put[0], list) else len(put) for put in self.puts[1:]]
+
+
+def decode(target, draft, batch=None, **settings):
+    """Generates through the stock door; the ids and the sizes of the rounds."""
+    batch = left_padded([6]) if batch is None else batch
+    settings = {"max_new_tokens": 24, "streamer": RoundSizes(), **settings}
+    ids = target.generate(**batch, assistant_model=draft, **settings)
+    return ids, settings["streamer"].sizes
+
+
+def assert_partly_kept(sizes: list[int]) -> None:
+    print(f"\n{sum(sizes) / len(sizes):.2f} tokens per round")
+    assert 1 in sizes and max(sizes) > 1, "nothing or everything was accepted"
+
+
+def hooks_of(model) -> list:
+    """Hooks on modules of a model and on all modules; those apart that transformers leaves to read hidden states."""
+    tables = [torch_module._global_forward_pre_hooks, torch_module._global_forward_hooks]
+    for module in model.modules():
+        tables += [module._forward_pre_hooks, module._forward_hooks]
+    hooks = [hook for table in tables for hook in table.values()]
+    return [hook for hook in hooks if hook.__module__ != "transformers.utils.output_capturing"]
+
+
+# Equality
+
+
+@pytest.mark.parametrize("threshold", [0.0, 0.5, 1.0])
+@pytest.mark.parametrize("head", HEADS)
+def test_greedy_equals_plain_generate(target, drafts, head, threshold):
+    draft, all_sizes = copy.deepcopy(drafts[head]), []
+    draft.confidence_threshold = threshold
+    for seed in range(3):
+        batch = left_padded([1 + 4 * seed], seed=seed)
+        ids, sizes = decode(target, draft, batch)
+        assert ids.tolist() == target.generate(**batch, max_new_tokens=24).tolist()
+        all_sizes += sizes
+    if threshold == 1.0:  # no confidence is that high
+        assert set(all_sizes) == {1}
+    else:
+        assert_partly_kept(all_sizes)
+
+
+@pytest.mark.parametrize("settings", [{}, {"repetition_penalty": 1.2, "no_repeat_ngram_size": 2}], ids=str)
+@pytest.mark.parametrize("threshold", [0.0, 0.5])
+@pytest.mark.parametrize("head", HEADS)
+def test_rounds_are_those_of_our_own_loop(target, drafts, head, threshold, settings):
+    draft, speculating = copy.deepcopy(drafts[head]), enable_speculation(copy.deepcopy(target))
+    draft.confidence_threshold = threshold
+    for seed in range(2):
+        batch = left_padded([2 + 7 * seed], seed=seed)
+        ids, sizes = decode(target, draft, batch, **settings)
+        expected = speculating.generate(**batch, assistant_model=draft, max_new_tokens=24, trace=True, **settings)
+        assert ids.tolist() == expected.tolist()
+        traces = speculating.speculation_stats.traces
+        emitted = [trace.num_accepted + (trace.next_token_id is not None) for trace in traces]
+        assert sizes == [1, *emitted], "the prefill gives the first token"
+        assert 0 < speculating.speculation_stats.acceptance_rate < 1
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"no_repeat_ngram_size": 2},
+        {"repetition_penalty": 1.4},
+        {"logits_processor": [FrequencyPenalty(2.0)]},
+        {"min_new_tokens": 12, "eos_token_id": list(range(2, 40))},
+        {"bad_words_ids": [[28], [60], [25, 25]], "suppress_tokens": list(range(3, 30))},
+    ],
+    ids=lambda settings: next(iter(settings)),
+)
+def test_processors_equal_plain_generate(target, drafts, settings):
+    all_sizes, has_effect = [], False
+    for seed, head in enumerate(HEADS):
+        batch = left_padded([6], seed=seed)
+        ids, sizes = decode(target, drafts[head], batch, **settings)
+        assert ids.tolist() == target.generate(**batch, max_new_tokens=24, **settings).tolist()
+        without = {name: value for name, value in settings.items() if name == "eos_token_id"}
+        has_effect |= ids.tolist() != target.generate(**batch, max_new_tokens=24, **without).tolist()
+        all_sizes += sizes
+    assert has_effect, "the option changes nothing here"
+    assert_partly_kept(all_sizes)
+
+
+def test_left_padding_is_no_context(target, draft):
+    for seed in range(3):
+        batch = left_padded([5], seed=seed)
+        padded = {
+            "input_ids": torch.nn.functional.pad(batch["input_ids"], (4, 0), value=PAD),
+            "attention_mask": torch.nn.functional.pad(batch["attention_mask"], (4, 0), value=0),
+        }
+        expected, expected_sizes = decode(target, draft, batch)
+        ids, sizes = decode(target, draft, padded)
+        assert ids[:, 4:].tolist() == expected.tolist()
+        assert sizes == expected_sizes
+        assert_partly_kept(sizes)
+
+
+def test_eos_at_every_place(target):
+    good_draft, ends = fitted_drafter(target, "vanilla", noise=0.1, markov_rank=32), set()
+    for seed in range(3):
+        batch = left_padded([6], seed=seed)
+        text = generated(target, batch, 14)
+        for eos in dict.fromkeys(text):
+            settings = {"eos_token_id": eos, "max_new_tokens": 14}
+            ids, sizes = decode(target, good_draft, batch, **settings)
+            assert ids.tolist() == target.generate(**batch, **settings).tolist()
+            ends.add((len(sizes) > 1, sizes[-1]))
+    assert ends >= {(False, 1), *((True, size) for size in range(1, BLOCK + 2))}
+
+
+@pytest.mark.parametrize("budget", [1, 2, 3, 7])
+def test_budget(target, draft, budget):
+    for seed in range(3):
+        batch = left_padded([6], seed=seed)
+        ids, _ = decode(target, draft, batch, max_new_tokens=budget)
+        assert ids.tolist() == target.generate(**batch, max_new_tokens=budget).tolist()
+
+
+def test_dict_output_equals_plain_generate(target, draft):
+    batch, settings = left_padded([6]), {"output_hidden_states": True, "repetition_penalty": 1.2, **DICT_OUTPUT}
+    expected = target.generate(**batch, max_new_tokens=24, **settings)
+    actual, sizes = decode(target, draft, batch, **settings)
+    assert actual.sequences.tolist() == expected.sequences.tolist()
+    assert_partly_kept(sizes)
+    for name in ("scores", "logits"):
+        assert len(actual[name]) == 24
+        torch.testing.assert_close(actual[name], expected[name], atol=1e-4, rtol=0)
+    assert len(actual.hidden_states) == 24
+    torch.testing.assert_close(actual.hidden_states, expected.hidden_states, atol=1e-3, rtol=0)
+
+
+@pytest.mark.parametrize("kind", ["static", "own static", "own dynamic"])
+def test_other_caches(target, draft, kind):
+    batch = left_padded([6])
+    caches = {
+        "static": lambda: {"cache_implementation": "static"},
+        "own static": lambda: {"cache": StaticCache(config=target.config, max_cache_len=64)},
+        "own dynamic": lambda: {"cache": DynamicCache(config=target.config)},
+    }
+    ids, sizes = decode(target, draft, batch, **caches[kind]())
+    assert ids.tolist() == target.generate(**batch, max_new_tokens=24).tolist()
+    assert_partly_kept(sizes)
+
+
+def test_families_with_windows_shorter_than_the_text():
+    for family in ("mistral", "gemma3", "qwen3"):
+        model = bigram_target(family)
+        batch = left_padded([12])
+        ids, sizes = decode(model, fitted_drafter(model, "vanilla"), batch)
+        assert ids.tolist() == model.generate(**batch, max_new_tokens=24).tolist()
+        assert_partly_kept(sizes)
+
+
+def test_text_longer_than_the_cache_first_is(target, draft):
+    batch, settings = left_padded([6]), {"max_new_tokens": 160, "eos_token_id": None}
+    ids, sizes = decode(target, draft, batch, **settings)
+    assert ids.tolist() == target.generate(**batch, **settings).tolist()
+    assert ids.shape[1] == 166
+    assert_partly_kept(sizes)
+
+
+def test_text_may_hold_the_mask_token(target):
+    batch = left_padded([6])
+    draft = fitted_drafter(target, "vanilla")
+    draft.config.mask_token_id = generated(target, batch)[0]
+    ids, sizes = decode(target, draft, batch)
+    assert ids.tolist() == target.generate(**batch, max_new_tokens=24).tolist()
+    assert_partly_kept(sizes)
+
+
+def test_drafter_without_tables_of_its_own(target, draft):
+    batch = left_padded([6])
+    expected, expected_sizes = decode(target, draft, batch)
+    draft.embed_tokens = draft.lm_head = None
+    ids, sizes = decode(target, draft, batch)
+    assert (ids.tolist(), sizes) == (expected.tolist(), expected_sizes)
+
+
+def test_compiled_target(target, draft):
+    batch = left_padded([6])
+    ids, sizes = decode(torch.compile(copy.deepcopy(target), backend="eager"), draft, batch)
+    assert ids.tolist() == target.generate(**batch, max_new_tokens=24).tolist()
+    assert_partly_kept(sizes)
+
+
+def test_masked_columns_inside_a_prompt_are_no_context(target, draft):
+    speculating = enable_speculation(copy.deepcopy(target))
+    for seed in range(3):
+        batch = left_padded([9], seed=seed)
+        batch["attention_mask"][0, 6] = 0
+        ids, sizes = decode(target, draft, batch)
+        assert ids.tolist() == target.generate(**batch, max_new_tokens=24).tolist()
+        speculating.generate(**batch, assistant_model=draft, max_new_tokens=24, trace=True)
+        traces = speculating.speculation_stats.traces
+        assert sizes == [1, *(trace.num_accepted + (trace.next_token_id is not None) for trace in traces)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_scores_are_those_of_the_processed_logits_once(target, draft, monkeypatch, dtype):
+    """What the loop takes for the law of a candidate is that of its corrected logits behind those before it."""
+    corrected, outputs = [], []
+    unroll, generate = DSparkModel.unroll, DSparkModel.generate
+
+    def recording_unroll(this, states, base_logits, anchor_ids, choose, has_confidence=True):
+        corrected.append([])
+
+        def recording_choose(index, logits):
+            corrected[-1].append(logits.clone())
+            return choose(index, logits)
+
+        return unroll(this, states, base_logits, anchor_ids, recording_choose, has_confidence)
+
+    def recording_generate(this, input_ids, **kwargs):
+        outputs.append((input_ids.shape[1], generate(this, input_ids, **kwargs)))
+        return outputs[-1][1]
+
+    monkeypatch.setattr(DSparkModel, "unroll", recording_unroll)
+    monkeypatch.setattr(DSparkModel, "generate", recording_generate)
+    torch.manual_seed(0)
+    settings = {"temperature": 0.7, "top_k": 0, "logits_processor": [FrequencyPenalty(0.5)]}
+    _, sizes = decode(copy.deepcopy(target).to(dtype), draft.to(dtype), do_sample=True, **settings)
+    assert len(outputs) > len(corrected) > 5
+    for (length, output), block in zip(outputs[1:], corrected):
+        assert len(output.scores) == len(block) == output.sequences.shape[1] - length
+        for index, (scores, logits) in enumerate(zip(output.scores, block)):
+            assert scores.dtype == torch.float32
+            counts = torch.bincount(output.sequences[0, : length + index], minlength=64)
+            torch.testing.assert_close(scores[0], (logits[0] - 0.5 * counts) / 0.7)
+    assert_partly_kept(sizes)
+
+
+class AllowsOnly(LogitsProcessor):
+    """Every fourth token has to be one of some ids."""
+
+    def __init__(self, token_ids):
+        self.token_ids = token_ids
+
+    def __call__(self, input_ids, scores):
+        if input_ids.shape[1] % 4:
+            return scores
+        masked = torch.full_like(scores, -torch.inf)
+        masked[:, self.token_ids] = scores[:, self.token_ids]
+        return masked
+
+
+def test_processor_may_leave_no_drafted_token(target):
+    draft = fitted_drafter(target, "vanilla", draft_vocab_size=40)
+    others = (~draft.t2d).nonzero()[:, 0].tolist()
+    settings = {"logits_processor": [AllowsOnly(others)]}
+    ids, _ = decode(target, draft, **settings)
+    assert ids.tolist() == target.generate(**left_padded([6]), max_new_tokens=24, **settings).tolist()
+    torch.manual_seed(0)
+    ids, sizes = decode(target, draft, do_sample=True, **settings)
+    assert set(ids[0, 8::4].tolist()) <= set(others)
+    assert_partly_kept(sizes)
+
+
+def test_constraint_does_not_have_to_know_the_mask_token(target, draft):
+    follows = {token_id: [(token_id + step) % 61 + 3 for step in (1, 5, 9, 20, 33)] for token_id in range(3, 64)}
+
+    def allowed(batch_id, input_ids):
+        return follows.get(int(input_ids[-1]), [])  # as a trie has it: what was never allowed leads nowhere
+
+    batch = left_padded([6])
+    ids, _ = decode(target, draft, batch, prefix_allowed_tokens_fn=allowed)
+    expected = target.generate(**batch, max_new_tokens=24, prefix_allowed_tokens_fn=allowed)
+    assert ids.tolist() == expected.tolist()
+
+
+def test_seed_gives_one_text(target, draft):
+    texts = []
+    for seed in (5, 5, 6):
+        torch.manual_seed(seed)
+        ids, sizes = decode(target, draft, do_sample=True, top_k=10)
+        texts.append(ids.tolist())
+        assert_partly_kept(sizes)
+    assert texts[0] == texts[1] != texts[2]
+
+
+def test_pipeline(target, drafts):
+    settings = {
+        "tokenizer": TOKENIZER,
+        "max_new_tokens": 12,
+        "do_sample": False,
+        "clean_up_tokenization_spaces": False,
+    }
+    plain = pipeline("text-generation", model=copy.deepcopy(target), **settings)
+    model = copy.deepcopy(target)
+    assisted = pipeline("text-generation", model=model, assistant_model=drafts["vanilla"], **settings)
+    sizes, forward = [], type(model).forward
+
+    def count(module, args, kwargs):
+        sizes.append(kwargs["input_ids"].shape[1])
+
+    model.register_forward_pre_hook(count, with_kwargs=True)
+    assert assisted("quickfox") == plain("quickfox")
+    assert sizes[0] == 8 and max(sizes[1:]) == 1 + BLOCK, "the drafter was used"
+    assert type(model).forward is forward
+
+
+# What is computed
+
+
+def test_one_pass_of_each_model_per_round_and_context_once(target, draft, monkeypatch):
+    asked, written, blocks = [], [], []
+    own, write_context, forward = copy.deepcopy(target), DSparkModel.write_context, DSparkModel.forward
+
+    def recording_write(this, target_states, cache, position_ids):
+        written.extend(position_ids[0].tolist())
+        return write_context(this, target_states, cache, position_ids)
+
+    def recording_forward(this, input_ids, *args, **kwargs):
+        blocks.append(tuple(input_ids.shape))
+        return forward(this, input_ids, *args, **kwargs)
+
+    monkeypatch.setattr(DSparkModel, "write_context", recording_write)
+    monkeypatch.setattr(DSparkModel, "forward", recording_forward)
+    own.get_decoder().register_forward_hook(
+        lambda module, args, kwargs, outputs: asked.append(
+            (kwargs.get("output_hidden_states"), [states is not None for states in outputs.hidden_states or ()])
+        ),
+        with_kwargs=True,
+    )
+    ids, sizes = decode(own, draft)
+    num_drafts = len(sizes) - 1 - (sizes[-1] == 1 and sum(sizes[:-1]) == 23)  # none for the last token of the budget
+    assert blocks == [(1, BLOCK)] * num_drafts
+    assert len(asked) == len(sizes), "no second prefill"
+    assert all(wanted == [0, 1] and given == [True, True, False] for wanted, given in asked[:num_drafts])
+    assert written == list(range(len(written))), "a position is written once, in order"
+    assert len(written) >= 6 + sum(sizes[:-2])
+    assert_partly_kept(sizes)
+
+
+@torch.no_grad()
+def test_context_is_that_of_the_accepted_tokens(target, draft, monkeypatch):
+    """Behind each block the session's context is that of all tokens but the last."""
+    checked, draft_method = [], assistant_dspark.Session.draft
+
+    def checking(session, choice, max_new_tokens):
+        text = choice.input_ids[:, :-1]
+        states = target(input_ids=text, output_hidden_states=True).hidden_states
+        features = draft.context_features(torch.cat([states[i + 1] for i in draft.config.target_layer_ids], dim=-1))
+        rotary = draft.rotary_emb(torch.arange(text.shape[1])[None], features.dtype)
+        assert int(session.context.lengths[0]) == text.shape[1]
+        for layer, stored in zip(draft.layers, session.context.layers):
+            keys, values = layer.self_attn.keys_values(features, rotary)
+            torch.testing.assert_close(stored.keys[:, :, : text.shape[1]], keys, atol=1e-4, rtol=1e-4)
+            torch.testing.assert_close(stored.values[:, :, : text.shape[1]], values, atol=1e-4, rtol=1e-4)
+        checked.append(text.shape[1])
+        return draft_method(session, choice, max_new_tokens)
+
+    monkeypatch.setattr(assistant_dspark.Session, "draft", checking)
+    _, sizes = decode(target, draft)
+    assert len(checked) > 5
+    assert_partly_kept(sizes)
+
+
+def test_threshold_cuts_the_blocks(target, drafts):
+    draft, sizes = copy.deepcopy(drafts["vanilla"]), {}
+    for threshold in (0.0, 0.5):
+        draft.confidence_threshold = threshold
+        passes, own = [], copy.deepcopy(target)
+        own.register_forward_pre_hook(
+            lambda module, args, kwargs, passes=passes: passes.append(kwargs["input_ids"].shape[1]), with_kwargs=True
+        )
+        decode(own, draft)
+        sizes[threshold] = passes[1:]
+    assert set(sizes[0.0][:-3]) == {1 + BLOCK}
+    assert set(sizes[0.5][:-3]) >= {1, 2, 1 + BLOCK}, "where nothing is left the target takes a plain step"
+
+
+@pytest.mark.parametrize("place", ["drafter", "call"])
+def test_number_of_candidates_cuts_the_blocks(target, draft, place):
+    settings = {"num_assistant_tokens": 2} if place == "call" else {}
+    if place == "drafter":
+        draft.generation_config.num_assistant_tokens = 2
+    batch = left_padded([6])
+    ids, sizes = decode(target, draft, batch, **settings)
+    assert ids.tolist() == target.generate(**batch, max_new_tokens=24).tolist()
+    assert max(sizes) == 3
+    assert_partly_kept(sizes)
+
+
+def test_threshold_without_a_confidence_head_is_refused(target):
+    draft = fitted_drafter(target, "vanilla", enable_confidence_head=False)
+    decode(target, draft)
+    draft.confidence_threshold = 0.5
+    with pytest.raises(ValueError, match="`confidence_threshold` is 0.5, but the drafter has no confidence head"):
+        decode(target, draft)
+
+
+# What is left behind
+
+
+def state_of(model):
+    """All that a call could change in a model."""
+    return (
+        type(model),
+        list(vars(model)),
+        {id(module): list(vars(module)) for module in model.modules()},
+        repr(model.config),
+        repr(model.generation_config),
+        [module.training for module in model.modules()],
+        hooks_of(model),
+        model.config._attn_implementation,
+    )
+
+
+class Failing(LogitsProcessor):
+    def __init__(self, call):
+        self.calls_left = call
+
+    def __call__(self, input_ids, scores):
+        self.calls_left -= 1
+        if self.calls_left < 0:
+            raise OutOfLuck
+        return scores
+
+
+class FailingStreamer(RecordingStreamer):
+    def __init__(self, call):
+        super().__init__()
+        self.call = call
+
+    def put(self, value):
+        super().put(value)
+        if len(self.puts) > self.call:
+            raise OutOfLuck
+
+
+def failing_method(model, name, call):
+    """Makes a method of a model raise from its `call`-th call on; returns what restores it."""
+    method, calls = getattr(model, name), []
+
+    def wrapped(*args, **kwargs):
+        calls.append(1)
+        if len(calls) > call:
+            raise OutOfLuck
+        return method(*args, **kwargs)
+
+    setattr(model, name, wrapped)
+    return lambda: delattr(model, name)
+
+
+@pytest.mark.parametrize("call", [0, 2])
+@pytest.mark.parametrize(
+    "place", ["processor", "streamer", "prepare_inputs_for_generation", "forward", "layer", "none"]
+)
+def test_target_and_drafter_stay_as_they_were(target, draft, place, call):
+    own = copy.deepcopy(target)
+    own.generate(**left_padded([6]), max_new_tokens=2, output_hidden_states=True, return_dict_in_generate=True)
+    before, random_state = [state_of(own), state_of(draft)], torch.get_rng_state()
+    settings, restore = {}, lambda: None
+    if place == "processor":
+        settings["logits_processor"] = [Failing(3 * call)]
+    elif place == "streamer":
+        settings["streamer"] = FailingStreamer(call)
+    elif place == "layer":
+        restore = failing_method(own.model.layers[0].mlp, "forward", call)
+    elif place != "none":
+        restore = failing_method(own, place, call)
+    batch = left_padded([6])
+    if place == "none":
+        own.generate(**batch, assistant_model=draft, max_new_tokens=12)
+    else:
+        with pytest.raises(OutOfLuck) as caught:
+            own.generate(**batch, assistant_model=draft, max_new_tokens=12, **settings)
+        if place in ("layer", "processor", "streamer"):
+            assert hooks_of(own) == [], "not even while somebody keeps the error"
+        del caught
+    restore()
+    gc.collect()
+    assert [state_of(own), state_of(draft)] == before
+    assert torch.equal(torch.get_rng_state(), random_state), "greedy decoding draws nothing"
+    ids, sizes = decode(own, draft)
+    assert ids.tolist() == target.generate(**batch, max_new_tokens=24).tolist()
+    assert_partly_kept(sizes)
+
+
+def test_sessions_are_collected(target, draft, monkeypatch):
+    sessions = []
+
+    class WatchedSession(assistant_dspark.Session):
+        def __init__(self, model):
+            super().__init__(model)
+            sessions.append(weakref.ref(self))
+
+    monkeypatch.setattr(assistant_dspark, "Session", WatchedSession)
+    decode(target, draft)
+    with pytest.raises(OutOfLuck):
+        decode(target, draft, logits_processor=[Failing(9)])
+    output, _ = decode(target, draft, **DICT_OUTPUT)
+    gc.collect()
+    assert len(sessions) == 3 and output is not None
+    assert [session() for session in sessions] == [None] * 3
+
+
+def test_generation_configs_are_unchanged_by_thresholds_and_counts(target, draft):
+    draft.confidence_threshold = 0.5
+    before = [model.generation_config.to_dict() for model in (target, draft)]
+    for _ in range(3):
+        decode(target, draft)
+    assert [model.generation_config.to_dict() for model in (target, draft)] == before
+    assert draft.confidence_threshold == 0.5
+
+
+def test_targets_may_alternate(target, draft):
+    """Whole calls in turn, and one call inside a round of another."""
+    other = noisy_copy(target, 0.1)
+    for seed in range(3):
+        batch = left_padded([6], seed=seed)
+        for model in (target, other):
+            ids, sizes = decode(model, draft, batch)
+            assert ids.tolist() == model.generate(**batch, max_new_tokens=24).tolist()
+            assert_partly_kept(sizes)
+    batch, inner = left_padded([6]), []
+    assert target.generate(**batch, max_new_tokens=24).tolist() != other.generate(**batch, max_new_tokens=24).tolist()
+
+    class Nested(RoundSizes):
+        def put(self, value):
+            super().put(value)
+            inner.append(decode(other, draft, batch)[0].tolist())
+
+    streamer = Nested()
+    ids = target.generate(**batch, assistant_model=draft, streamer=streamer, max_new_tokens=24)
+    assert ids.tolist() == target.generate(**batch, max_new_tokens=24).tolist()
+    expected = other.generate(**batch, max_new_tokens=24).tolist()
+    assert len(inner) > 3 and all(text == expected for text in inner)
+    assert_partly_kept(streamer.sizes)
+
+
+@pytest.mark.parametrize("place", ["processor", "streamer"])
+def test_target_may_be_called_between_its_passes(target, draft, place):
+    """As classifier-free guidance does: what these passes compute is nobody's context."""
+    seen = []
+
+    def call(*args):
+        assert hooks_of(target) == [], "hooks are there for the awaited pass only"
+        seen.append(target(input_ids=torch.tensor([[3, 4, 5, 6, 7, 8, 9]])).logits)
+        return args[-1]
+
+    class Calling(LogitsProcessor):
+        def __call__(self, input_ids, scores):
+            return call(scores)
+
+    class CallingStreamer(RoundSizes):
+        def put(self, value):
+            super().put(call(value))
+
+    expected, expected_sizes = decode(target, draft)
+    streamer = CallingStreamer() if place == "streamer" else RoundSizes()
+    processors = [Calling()] if place == "processor" else []
+    ids, _ = decode(target, draft, streamer=streamer, logits_processor=processors)
+    assert len(seen) >= len(expected_sizes)
+    assert (ids.tolist(), streamer.sizes) == (expected.tolist(), expected_sizes)
+    assert_partly_kept(streamer.sizes)
+
+
+def test_threads_share_target_and_drafter(target, draft):
+    batches = [left_padded([3 + seed], seed=seed) for seed in range(6)]
+    expected = [target.generate(**batch, max_new_tokens=24).tolist() for batch in batches]
+    alone = [decode(target, draft, batch)[1] for batch in batches]
+    found, sizes, errors, barrier = [None] * 6, [None] * 6, [], threading.Barrier(3)
+
+    def work(first):
+        barrier.wait()
+        try:
+            for index in (first, first + 3):
+                ids, sizes[index] = decode(target, draft, batches[index])
+                found[index] = ids.tolist()
+        except Exception as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not errors
+    assert found == expected
+    assert sizes == alone, "each call draws its candidates from its own context"
+    assert hooks_of(target) == []
+    assert_partly_kept(sum(alone, []))
+
+
+def test_copies_after_use(target, draft):
+    batch = left_padded([6])
+    own = copy.deepcopy(target)
+    decode(own, draft, batch)
+    other, other_draft = copy.deepcopy(own), copy.deepcopy(draft)
+    ids, sizes = decode(other, other_draft, batch)
+    assert ids.tolist() == target.generate(**batch, max_new_tokens=24).tolist()
+    assert_partly_kept(sizes)
+    with torch.no_grad():
+        other.lm_head.weight.zero_()
+    assert decode(own, draft, batch)[0].tolist() == ids.tolist()
+
+
+def test_copy_of_a_target_made_inside_a_call(target, draft):
+    """Its hooks, if there are any at that moment, are no longer of use in the copy."""
+    copies, own = [], copy.deepcopy(target)
+
+    class Copying(LogitsProcessor):
+        def __call__(self, input_ids, scores):
+            copies.append(copy.deepcopy(own))
+            return scores
+
+    ids, _ = decode(own, draft, max_new_tokens=6, logits_processor=[Copying()])
+    gc.collect()
+    for other in copies[:8]:
+        again, sizes = decode(other, draft)
+        assert again[:, : ids.shape[1]].tolist() == ids.tolist()
+        assert_partly_kept(sizes)
+
+
+# Refusals
+
+
+def test_stop_strings_are_refused_with_a_pointer(target, draft):
+    with pytest.raises(ValueError, match="`stop_strings` are missed.*enable_speculation"):
+        decode(target, draft, stop_strings=["ab"], tokenizer=TOKENIZER)
+    assert hooks_of(target) == []
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "static"])
+def test_filled_cache_is_refused_with_a_pointer(target, draft, kind):
+    batch = left_padded([9])
+    cache = DynamicCache(config=target.config)
+    if kind == "static":
+        cache = StaticCache(config=target.config, max_cache_len=64)
+    with torch.no_grad():
+        target(input_ids=batch["input_ids"][:, :5], cache=cache, use_cache=True)
+    with pytest.raises(ValueError, match="`cache` that is not empty.*enable_speculation"):
+        decode(target, draft, batch, cache=cache)
+    gc.collect()
+    assert hooks_of(target) == []
+    ids, _ = decode(target, draft, batch)
+    assert ids.tolist() == target.generate(**batch, max_new_tokens=24).tolist()
+
+
+@pytest.mark.parametrize(
+    "settings", [{}, {"max_new_tokens": 5}, {"generation_config": GenerationConfig(max_new_tokens=5)}], ids=str
+)
+def test_drafter_cannot_generate_alone(draft, settings):
+    with pytest.raises(TypeError, match="cannot generate alone.*assistant_model=drafter"):
+        draft.generate(torch.tensor([[3, 4, 5]]), **settings)
+
+
+@pytest.mark.parametrize(
+    ("settings", "sentence"),
+    [
+        ({"hidden_size": 48}, "made for a hidden size of 32, but `LlamaForCausalLM` has 48"),
+        ({"num_hidden_layers": 3}, "made for a number of target layers of 2, but `LlamaForCausalLM` has 3"),
+    ],
+    ids=["width", "depth"],
+)
+def test_other_target_is_refused(draft, settings, sentence):
+    other = bigram_target(**settings)
+    with pytest.raises(ValueError, match=sentence):
+        decode(other, draft)
+    gc.collect()
+    assert hooks_of(other) == []
+    other.generate(**left_padded([4]), max_new_tokens=4)
+
+
+def test_batch_is_refused_by_transformers(target, draft):
+    with pytest.raises(ValueError, match="batch_size = 1"):
+        target.generate(**left_padded([4, 6]), assistant_model=draft, max_new_tokens=4)
+
+
+@pytest.mark.parametrize("count", [0, -1, 2.5, "a", True, 99])
+def test_number_of_candidates_of_a_call_is_checked(target, draft, count):
+    with pytest.raises((ValueError, TypeError), match="`num_assistant_tokens` has to be"):
+        target.generate(**left_padded([6]), assistant_model=draft, max_new_tokens=8, num_assistant_tokens=count)
+
+
+def test_settings_that_transformers_would_rewrite_are_refused(target, draft):
+    draft.generation_config.assistant_confidence_threshold = 0.9
+    for model in (target, enable_speculation(copy.deepcopy(target))):
+        with pytest.raises(ValueError, match="set `confidence_threshold` of the drafter itself"):
+            model.generate(**left_padded([6]), assistant_model=draft, max_new_tokens=8)
+
+
+def test_pass_that_never_came_leaves_no_tap_in_later_calls(target, draft, monkeypatch):
+    def fail(*args, **kwargs):
+        raise RuntimeError("between the drafter and the target")
+
+    own = copy.deepcopy(target)
+    decode(own, draft)
+    rounds = []
+
+    def prepare(*args, **kwargs):
+        rounds.append(1)
+        return fail() if len(rounds) == 4 else type(own).prepare_inputs_for_generation(own, *args, **kwargs)
+
+    monkeypatch.setattr(own, "prepare_inputs_for_generation", prepare)
+    kept = None
+    try:
+        decode(own, draft)
+    except RuntimeError as error:
+        kept = error  # as a notebook keeps the last one
+    assert kept is not None
+    outputs = own.model(left_padded([6])["input_ids"], use_cache=True)
+    assert outputs.hidden_states is None, "a pass of somebody else is not tapped"

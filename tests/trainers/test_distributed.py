@@ -1,0 +1,131 @@
+"""
+Evaluation by generation on 1, 2 and 3 gloo ranks, whole and sharded. `eval_ranks.py` is what each rank does.
+
+Every start of torchrun has 60 seconds; a hang fails there.
+"""
+
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from tests.support.launching import read_ranks, torchrun
+from tests.support.training import PROMPTS
+
+SCRIPT = str(Path(__file__).parents[1] / "support" / "eval_ranks.py")
+SHARDED = ["fsdp1", "fsdp1_flat", "fsdp2"]
+pytestmark = pytest.mark.distributed
+
+
+def run(tmp_path_factory, num_ranks: int, *cases: str) -> list[dict]:
+    folder = tmp_path_factory.mktemp("ranks")
+    torchrun(num_ranks, SCRIPT, str(folder), *cases)
+    return read_ranks(folder)
+
+
+@pytest.fixture(scope="module")
+def one(tmp_path_factory):
+    return run(tmp_path_factory, 1, "splitting", "whole")
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory):
+    return run(tmp_path_factory, 2, "splitting", "whole", "train_ddp", "train_fsdp2")
+
+
+@pytest.fixture(scope="module")
+def three(tmp_path_factory):
+    cases = ["splitting", "whole", *SHARDED] + (["fsdp2_lora"] if find_spec("peft") else [])
+    return run(tmp_path_factory, 3, *cases)
+
+
+@pytest.fixture(scope="module")
+def zero3(tmp_path_factory):
+    pytest.importorskip("deepspeed")
+    return run(tmp_path_factory, 3, "zero3", "train_zero3")
+
+
+@pytest.fixture
+def sharded(request):
+    """All ranks' results of a way of sharding."""
+    return [rank[request.param] for rank in request.getfixturevalue("zero3" if request.param == "zero3" else "three")]
+
+
+def test_texts_are_complete_in_order_and_do_not_depend_on_the_number_of_ranks(one, two, three):
+    (expected,) = [rank["splitting"] for rank in one]
+    for ranks in (two, three):
+        assert [rank["splitting"] for rank in ranks] == [expected] * len(ranks)
+    numbers = {name: [(text["index"], text["sample"]) for text in texts] for name, texts in expected.items()}
+    assert numbers["seven"] == [(index, 0) for index in range(7)]
+    assert numbers["one"] == [(0, 0)]
+    assert numbers["samples"] == [(index, sample) for index in range(7) for sample in range(2)]
+    assert numbers["one prompt's samples"] == [(0, 0), (0, 1)]
+    assert len({text["text"] for text in expected["samples"]}) > len(PROMPTS), "all samples are alike"
+
+
+def test_an_error_on_one_rank_is_raised_on_all(one, two, three):
+    assert one[0]["whole"]["error"] == "none"
+    for ranks in (two, three):
+        errors = [rank["whole"]["error"] for rank in ranks]
+        assert errors.pop(1) == "LookupError: the draft is gone"
+        assert all("Rank 1 failed" in error and "the draft is gone" in error for error in errors)
+        assert all(rank["whole"]["after the error"] == one[0]["whole"]["after the error"] for rank in ranks)
+
+
+@pytest.mark.parametrize("case, kind", [("train_ddp", "whole"), ("train_fsdp2", "fsdp2"), ("train_zero3", "zero3")])
+def test_training_is_the_same_and_all_ranks_agree(request, case, kind):
+    ranks = request.getfixturevalue("zero3" if kind == "zero3" else "two")
+    for result in [rank[case] for rank in ranks]:
+        assert result["kinds"] == [kind]
+        assert result["losses with"] == result["losses without"]
+        assert result["metrics"] == ranks[0][case]["metrics"]
+        assert [metrics["eval_rank"] for metrics in result["metrics"]] == [1.0] * 4
+        assert result["num_logged"] == 4
+        num_samples = 2 if case == "train_ddp" else 1
+        assert result["lines"] == [[index, sample] for index in range(7) for sample in range(num_samples)]
+
+
+@pytest.mark.parametrize("sharded", [*SHARDED, "zero3"], indirect=True)
+def test_sharded_model_generates_what_the_whole_one_does(sharded):
+    for result in sharded:
+        assert [text["text"] for text in result["texts"]] == result["expected"]
+        assert result["speculative"] == result["expected"]
+        assert len(set(result["expected"])) > 4
+        print(f"\nacceptance {result['acceptance_rate']:.2f}")
+        assert 0 < result["acceptance_rate"] < 1
+
+
+@pytest.mark.parametrize("sharded", [*SHARDED, "zero3"], indirect=True)
+def test_weights_and_the_training_after_it_are_the_same_to_the_last_bit(sharded):
+    for result in sharded:
+        assert result["weights are equal"] and result["shards are equal"]
+        assert result["losses with"] == result["losses without"]
+        assert len(set(result["losses with"])) == 3, "nothing was trained"
+
+
+@pytest.mark.parametrize("sharded", [*SHARDED, "zero3"], indirect=True)
+def test_one_rank_without_prompts_and_one_that_ends_twenty_tokens_early(sharded):
+    for result in sharded:
+        assert [text["length"] for text in result["unequal"]] == [28, 8]
+        assert [text["text"] for text in result["unequal"]] == [text["text"] for text in sharded[0]["unequal"]]
+    num_passes = [result["num_passes"] for result in sharded]
+    if sharded[0]["is synchronised"]:
+        assert num_passes == [28, 28, 28]
+    else:  # each at its own pace
+        assert num_passes[0] > num_passes[1] > num_passes[2]
+
+
+@pytest.mark.parametrize("sharded", [*SHARDED, "zero3"], indirect=True)
+def test_an_error_on_one_rank_of_a_sharded_model_is_raised_on_all(sharded):
+    errors = [result["error"] for result in sharded]
+    assert errors.pop(1) == "LookupError: the draft is gone"
+    assert all("Rank 1 failed" in error and "the draft is gone" in error for error in errors)
+    assert all(result["after the error"] == result["unequal"] for result in sharded)
+
+
+def test_sharded_model_with_adapters(three):
+    if "fsdp2_lora" not in three[0]:
+        pytest.skip("needs peft")
+    for rank in three:
+        result = rank["fsdp2_lora"]
+        assert result["texts"] == result["expected"] != result["base"]

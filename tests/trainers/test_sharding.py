@@ -1,0 +1,83 @@
+"""What is chosen for which model, on one process. How sharded models generate is in test_eval_distributed."""
+
+import pytest
+import torch
+from torch import distributed
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate
+from torch.nn.parallel import DataParallel, DistributedDataParallel
+
+from tests.support.models import make_model
+from trainers import sharding
+from trainers.sharding import SynchronisedRounds, generating_model
+
+
+@pytest.fixture
+def said(monkeypatch):
+    messages = []
+    monkeypatch.setattr(sharding.logger, "info", messages.append)
+    return messages
+
+
+@pytest.fixture
+def group(tmp_path):
+    distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    yield
+    distributed.destroy_process_group()
+
+
+def test_whole_model_is_used_as_it_is(said):
+    model = make_model()
+    with generating_model(model) as (target, rounds):
+        assert target is model and rounds is None
+    assert said == ["Generating with the whole model: every rank goes at its own pace."]
+
+
+def test_wrappers_of_data_parallelism_and_compilation_are_taken_off(group):
+    model = make_model()
+    for wrapped in (DistributedDataParallel(model), DataParallel(model), torch.compile(model)):
+        with generating_model(wrapped) as (target, rounds):
+            assert target is model and rounds is None
+
+
+def test_parameters_that_deepspeed_has_partitioned_need_rounds(said):
+    model = make_model()
+    for number, parameter in enumerate(model.parameters()):
+        parameter.ds_id = number
+    with generating_model(model) as (target, rounds):
+        assert target is model and isinstance(rounds, SynchronisedRounds)
+    assert said == ["Generating with ZeRO-3: the ranks run synchronised rounds."]
+    assert not model._forward_pre_hooks
+
+
+def test_tensor_parallelism_is_refused(group):
+    model = make_model()
+    mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("tp",))
+    weight = DTensor.from_local(model.lm_head.weight.detach(), mesh, [Replicate()])
+    model.lm_head.weight = torch.nn.Parameter(weight)
+    with pytest.raises(ValueError, match="`lm_head.weight` is split by tensor parallelism"):
+        with generating_model(model):
+            pass
+
+
+def test_a_round_owes_one_pass(group):
+    model = make_model()
+    rounds = SynchronisedRounds(model)
+    assert rounds(False) is False
+    assert rounds(True) is True
+    assert rounds(False) is True, "the others count on the pass of this round"
+    model(input_ids=torch.tensor([[3]]))
+    assert rounds(False) is False
+    rounds.close()
+    assert not model._forward_pre_hooks
+
+
+def test_an_error_waits_until_the_round_is_complete(group):
+    model, passes = make_model(), []
+    model.register_forward_pre_hook(lambda *args: passes.append(1))
+    rounds = SynchronisedRounds(model)
+    with pytest.raises(LookupError):
+        with rounds.company():
+            rounds(True)
+            raise LookupError("between the question and the pass")
+    assert len(passes) == 1
