@@ -10,7 +10,7 @@ from typing import Any
 
 from datasets import Dataset, DatasetDict, IterableDataset, IterableDatasetDict
 
-from hf_specgen.serving.job import Prompt
+from hf_specgen.serving import Prompt
 
 from .prompt_columns import Columns, are_messages, shortened
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from hf_specgen.serving.job import Prompt
+from hf_specgen.serving import Prompt
 
 # Usual names of columns, the first one found is read.
 PROMPT_COLUMNS = ("prompt", "question")

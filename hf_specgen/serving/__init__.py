@@ -4,6 +4,15 @@ from .backend import GenerationBackend
 from .backends import get_generation_backend
 from .completion import Completion
 from .openai_request import from_openai
+from .prompt_encoder import Prompt, PromptEncoder
 from .sampling_params import SamplingParams
 
-__all__ = ["Completion", "GenerationBackend", "SamplingParams", "from_openai", "get_generation_backend"]
+__all__ = [
+    "Completion",
+    "GenerationBackend",
+    "Prompt",
+    "PromptEncoder",
+    "SamplingParams",
+    "from_openai",
+    "get_generation_backend",
+]

@@ -20,7 +20,8 @@ from ..engine.scheduler import CacheLimits
 from ..engine.stats import DecodingStats
 from ..generation.enable import unwrap
 from .completion import Completion
-from .job import Job, Prompt, PromptEncoder
+from .job import Job
+from .prompt_encoder import Prompt, PromptEncoder
 from .sampling_params import SamplingParams
 from .streams import BatchStream, TextStream
 
