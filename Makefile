@@ -4,24 +4,32 @@
 PYTHON ?= python3
 INSTALL := .venv/bin/python -m pip install --quiet --constraint constraints.txt
 SOURCES := $(wildcard hf_specgen trainers scripts)
+# One torch thread a process: with two processes on two cores, more threads only wait for each other.
+PYTEST := OMP_NUM_THREADS=1 .venv/bin/python -m pytest -n 2 --dist worksteal
 
 export HF_HUB_OFFLINE := 1
 
-.PHONY: help demo test style quality clean
+.PHONY: help demo test test-fast clients style quality clean
 
 help:
-	@echo 'make demo     decode with a real model, plainly and speculatively'
-	@echo 'make test     run the tests (ARGS="-k verify -m \"not slow\"" selects some)'
-	@echo 'make style    format the code and mend what ruff can mend'
-	@echo 'make quality  check format, lint and types'
-	@echo 'make clean    remove .venv and caches'
+	@echo 'make demo       decode with a real model, plainly and speculatively'
+	@echo 'make test       run the tests (ARGS="-k verify" selects some)'
+	@echo 'make test-fast  run those that take a moment, on one process each'
+	@echo 'make clients    install the programs that some tests run against; without them these tests skip'
+	@echo 'make style      format the code and mend what ruff can mend'
+	@echo 'make quality    check format, lint and types'
+	@echo 'make clean      remove .venv and caches'
 
 demo: .venv/.demo
 	.venv/bin/python scripts/demo.py
 
-# One torch thread a process: with two processes on two cores, more threads only wait for each other.
 test: .venv/.test
-	OMP_NUM_THREADS=1 .venv/bin/python -m pytest -n 2 --dist worksteal $(ARGS)
+	$(PYTEST) $(ARGS)
+
+test-fast: .venv/.test
+	$(PYTEST) -m 'not slow and not distributed' $(ARGS)
+
+clients: .venv/.clients
 
 style: .venv/.dev
 	.venv/bin/ruff check --fix .
@@ -44,6 +52,10 @@ clean:
 
 .venv/.test: .venv/.base
 	$(INSTALL) --editable '.[test]'
+	@touch $@
+
+.venv/.clients: .venv/.test
+	$(INSTALL) --editable '.[test,clients]'
 	@touch $@
 
 .venv/.dev: .venv/.base
