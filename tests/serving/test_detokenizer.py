@@ -9,6 +9,7 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from hf_specgen.serving.detokenizer import REPLACEMENT, TextAssembler, TextStop
 from tests.support.models import character_tokenizer
+from tests.support.tokenizers import byte_level
 
 EOS = "<eos>"
 LETTERS = "abcdefghij"
@@ -44,14 +45,12 @@ T1_TEXTS = [
 ]
 
 
-def byte_level(merges: bool) -> Tokenizer:
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE({character: index for index, character in enumerate(alphabet)}, []))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    if merges:
-        trainer = trainers.BpeTrainer(vocab_size=420, initial_alphabet=alphabet, show_progress=False)
-        tokenizer.train_from_iterator(random_texts(0, 60), trainer)
+def merged_bytes() -> Tokenizer:
+    tokenizer = byte_level()
+    trainer = trainers.BpeTrainer(
+        vocab_size=420, initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()), show_progress=False
+    )
+    tokenizer.train_from_iterator(random_texts(0, 60), trainer)
     return tokenizer
 
 
@@ -91,8 +90,8 @@ def random_texts(seed: int, count: int) -> list[str]:
 
 
 BACKENDS = {
-    "bytes": lambda: byte_level(merges=False),
-    "byte_bpe": lambda: byte_level(merges=True),
+    "bytes": byte_level,
+    "byte_bpe": lambda: merged_bytes(),
     "metaspace": metaspace,
     "byte_fallback": byte_fallback,
     "word_piece": word_piece,

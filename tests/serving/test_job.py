@@ -6,8 +6,8 @@ import torch
 from hf_specgen.serving.job import Job
 from hf_specgen.serving.prompt_encoder import PromptEncoder
 from hf_specgen.serving.sampling_params import SamplingParams
-from tests.serving.test_backends import TOKENIZER, letters_tokenizer
 from tests.support.models import make_model
+from tests.support.tokenizers import TOKENIZER, letters_tokenizer
 
 
 def greedy(max_new_tokens=8, **settings):

@@ -8,8 +8,8 @@ from transformers import MinNewTokensLengthLogitsProcessor, PreTrainedTokenizerF
 from hf_specgen import UndecodableMask
 from hf_specgen.serving.prompt_encoder import PromptEncoder, eos_ids_of, window_of
 from hf_specgen.serving.sampling_params import SamplingParams
-from tests.serving.test_backends import TOKENIZER, ids_of, letters_tokenizer
 from tests.support.models import BOS, EOS, PAD, VOCAB_SIZE, character_tokenizer, make_model
+from tests.support.tokenizers import TOKENIZER, ids_of, letters_tokenizer
 
 
 def encoder(model=None, tokenizer=TOKENIZER, **settings):

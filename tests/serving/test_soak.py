@@ -8,14 +8,11 @@ import pytest
 
 from hf_specgen.serving.backends import get_generation_backend
 from hf_specgen.serving.sampling_params import SamplingParams
-from tests.serving.test_backends import LETTERS, TOKENIZER, drafter_of, target_of
-from tests.serving.test_streams import Threads, assert_idle
+from tests.support.serving import Fault, drafter_of, target_of
+from tests.support.streaming import Threads, assert_idle
+from tests.support.tokenizers import LETTERS, TOKENIZER
 
 NUM_REQUESTS, NUM_THREADS = 2000, 4
-
-
-class Fault(Exception):
-    pass
 
 
 def random_params(generator):
