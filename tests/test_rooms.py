@@ -119,6 +119,14 @@ def test_imports_go_down():
     assert [line for path in outside for line in upward_imports(path)] == []
 
 
+def test_trainers_import_what_rooms_export():
+    """Not their files, which a room may rearrange."""
+    files = [path for module, path in MODULES.items() if module[0] == "trainers"]
+    targets = {target for path in files for target in imported(path) if target[0] == "hf_specgen"}
+    assert ("hf_specgen", "serving") in targets
+    assert {target for target in targets if MODULES[target].name != "__init__.py"} <= {("hf_specgen", "arguments")}
+
+
 def test_no_import_stands_in_a_function():
     assert [line for path in MODULES.values() for line in nested_imports(path)] == []
 

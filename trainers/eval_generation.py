@@ -11,10 +11,8 @@ from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_specgen import Completion, DecodingStats, Drafter, SamplingParams, get_generation_backend
-from hf_specgen.engine.request import MAX_SEED
-from hf_specgen.serving import Prompt, PromptEncoder
-from hf_specgen.serving.backend import GenerationBackend
-from hf_specgen.serving.backends import backend_kind
+from hf_specgen.engine import MAX_SEED
+from hf_specgen.serving import GenerationBackend, Prompt, PromptEncoder, backend_kind
 
 from .distribution import on_all_ranks, split_by_length
 from .sharding import SynchronisedRounds, generating_model

@@ -10,6 +10,7 @@ from typing import Any
 
 from datasets import Dataset, DatasetDict, IterableDataset, IterableDatasetDict
 
+from hf_specgen.arguments import check_count
 from hf_specgen.serving import Prompt
 
 from .prompt_columns import Columns, are_messages, shortened
@@ -73,7 +74,7 @@ class EvalPrompts:
             `ValueError` or `TypeError`: naming the columns that there are, or the row that cannot be read.
         """
         if max_prompts is not None:
-            _check_count(max_prompts)
+            max_prompts = check_count("max_prompts", max_prompts)
         wanted = Columns.of(columns)
         given = None if references is None else _as_tuple(references, "references")
         if isinstance(prompts, (Dataset, IterableDataset)):
@@ -88,7 +89,7 @@ class EvalPrompts:
         """The first `max_prompts`, all if it is None."""
         if max_prompts is None:
             return self
-        _check_count(max_prompts)
+        max_prompts = check_count("max_prompts", max_prompts)
         references = None if self.references is None else self.references[:max_prompts]
         return EvalPrompts(self.prompts[:max_prompts], references)
 
@@ -136,13 +137,6 @@ def _check_prompt(prompt: Any, number: int) -> None:
         f"A prompt has to be a text, a list of ids or a list of chat messages with roles, but number {number} is "
         f"{shortened(prompt)}. A single prompt stands in a list of its own."
     )
-
-
-def _check_count(max_prompts: int) -> None:
-    if isinstance(max_prompts, bool) or not isinstance(max_prompts, Integral):
-        raise TypeError(f"`max_prompts` has to be an int, but is {max_prompts!r}.")
-    if max_prompts < 1:
-        raise ValueError(f"`max_prompts` has to be at least 1, but is {max_prompts}.")
 
 
 def _as_tuple(values: Any, name: str) -> tuple:

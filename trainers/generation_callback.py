@@ -19,7 +19,7 @@ from transformers import (
 from transformers.utils import logging
 
 from hf_specgen import SamplingParams
-from hf_specgen.serving.backend import DEFAULT_PARAMS
+from hf_specgen.arguments import check_count
 
 from .completion_log import CompletionLog
 from .distribution import on_main_rank
@@ -88,7 +88,7 @@ class GenerationEvalCallback(TrainerCallback):
     def __init__(
         self,
         prompts: Any,
-        params: SamplingParams = DEFAULT_PARAMS,
+        params: SamplingParams | None = None,
         *,
         references: Sequence[Any] | None = None,
         metrics: Any = (),
@@ -104,17 +104,16 @@ class GenerationEvalCallback(TrainerCallback):
         is_count = isinstance(every, int) and not isinstance(every, bool) and every > 0
         if every not in ("evaluate", "epoch") and not is_count:
             raise ValueError(f'`every` has to be "evaluate", "epoch" or a number of steps, but is {every!r}.')
-        if isinstance(log_completions, bool) or not isinstance(log_completions, int) or log_completions < 0:
-            raise ValueError(f"`log_completions` has to be a number of texts, at least 0, but is {log_completions!r}.")
         chosen = EvalPrompts.of(prompts, references, max_prompts, **columns)
         self.references = chosen.references
+        params = SamplingParams() if params is None else params
         self.generation = EvalGeneration(chosen.prompts, params, backend, backend_settings or {})
         self.metrics = resolve_metrics(metrics)
         for metric in self.metrics:
             metric.check_references(self.references)
         self.output_dir = output_dir
         self.every = every
-        self.log_completions = log_completions
+        self.log_completions = check_count("log_completions", log_completions, minimum=0)
         self.strict = strict
         self._trainer: Trainer | None = None
         self._reported: set[str] = set()

@@ -14,8 +14,8 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
-from hf_specgen.engine.support import self_check
-from hf_specgen.generation.enable import unwrap
+from hf_specgen.engine import self_check
+from hf_specgen.generation import unwrap
 
 logger = logging.get_logger(__name__)
 

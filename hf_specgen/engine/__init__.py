@@ -3,12 +3,14 @@
 from .batch import Rows
 from .decoder import Decoder
 from .drafter import Drafter
-from .request import DecodingRules, Request, TokenLogprobs
+from .request import MAX_SEED, DecodingRules, Request, TokenLogprobs
 from .scheduler import CacheLimits
 from .stats import DecodingStats, RoundTrace
+from .support import self_check
 from .verification import Candidates, Verification, verify
 
 __all__ = [
+    "MAX_SEED",
     "CacheLimits",
     "Candidates",
     "Decoder",
@@ -20,5 +22,6 @@ __all__ = [
     "Rows",
     "TokenLogprobs",
     "Verification",
+    "self_check",
     "verify",
 ]

@@ -1,7 +1,7 @@
 """The second entry point: text in, text out, for serving and evaluation."""
 
 from .backend import GenerationBackend
-from .backends import get_generation_backend
+from .backends import backend_kind, get_generation_backend
 from .completion import Completion
 from .openai_request import from_openai
 from .prompt_encoder import Prompt, PromptEncoder
@@ -13,6 +13,7 @@ __all__ = [
     "Prompt",
     "PromptEncoder",
     "SamplingParams",
+    "backend_kind",
     "from_openai",
     "get_generation_backend",
 ]

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 
-def torchrun(num_ranks: int, script: str, *arguments: str, limit: float = 60.0) -> None:
+def torchrun(num_ranks: int, script: str, *arguments: str, limit: float = 600.0) -> None:
     """Runs a script of the tests on so many gloo ranks with one thread each; fails if it takes more seconds."""
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(num_ranks)]
     command += ["--master-addr", "127.0.0.1", "--master-port", str(free_port()), script, *arguments]

@@ -1,7 +1,7 @@
 """
 Evaluation by generation on 1, 2 and 3 gloo ranks, whole and sharded. `eval_ranks.py` is what each rank does.
 
-Every start of torchrun has 60 seconds; a hang fails there.
+A hang ends at the generous limit of `torchrun`.
 """
 
 from importlib.util import find_spec
