@@ -10,10 +10,10 @@ from typing import Any
 
 from datasets import Dataset, DatasetDict, IterableDataset, IterableDatasetDict
 
-from hf_specgen.arguments import check_count
+from hf_specgen.arguments import check_count, shown
 from hf_specgen.serving import Prompt
 
-from .prompt_columns import Columns, are_messages, shortened
+from .prompt_columns import Columns, are_messages
 
 
 @dataclass(frozen=True)
@@ -135,11 +135,11 @@ def _check_prompt(prompt: Any, number: int) -> None:
         return
     raise TypeError(
         f"A prompt has to be a text, a list of ids or a list of chat messages with roles, but number {number} is "
-        f"{shortened(prompt)}. A single prompt stands in a list of its own."
+        f"{shown(prompt)}. A single prompt stands in a list of its own."
     )
 
 
 def _as_tuple(values: Any, name: str) -> tuple:
     if isinstance(values, str) or not isinstance(values, Sequence):
-        raise TypeError(f"`{name}` has to be a list, or `prompts` a data set with it, but is {shortened(values)}.")
+        raise TypeError(f"`{name}` has to be a list, or `prompts` a data set with it, but is {shown(values)}.")
     return tuple(values)

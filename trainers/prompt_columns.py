@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from hf_specgen.arguments import shown
 from hf_specgen.serving import Prompt
 
 # Usual names of columns, the first one found is read.
@@ -103,13 +104,13 @@ def _split_text(text: Any, marker: str, number: int) -> tuple[str, str]:
         raise TypeError(f"Row {number} has to hold a text, but holds {text!r}.")
     before, found, after = text.partition(marker)
     if not found:
-        raise ValueError(f"Row {number} has to hold the `split_marker` {marker!r}, but is {shortened(text)}.")
+        raise ValueError(f"Row {number} has to hold the `split_marker` {marker!r}, but is {shown(text)}.")
     return before + marker, after
 
 
 def _split_messages(messages: Any, number: int) -> tuple[list[dict[str, Any]], str]:
     if not are_messages(messages):
-        raise TypeError(f"Row {number} has to hold a list of messages with roles, but holds {shortened(messages)}.")
+        raise TypeError(f"Row {number} has to hold a list of messages with roles, but holds {shown(messages)}.")
     answers = [place for place, message in enumerate(messages) if message["role"] == "assistant"]
     if not answers or answers[-1] == 0:
         roles = [message["role"] for message in messages]
@@ -132,7 +133,7 @@ def _reference(value: Any, number: int) -> Any:
 def _content(message: Mapping[str, Any], number: int) -> str:
     content = message.get("content")
     if not isinstance(content, str):
-        raise ValueError(f"Row {number} has to answer with a text, but the content is {shortened(content)}.")
+        raise ValueError(f"Row {number} has to answer with a text, but the content is {shown(content)}.")
     return content
 
 
@@ -147,9 +148,3 @@ def are_messages(value: Any) -> bool:
     """Whether it is a conversation."""
     is_list = isinstance(value, Sequence) and not isinstance(value, str) and len(value) > 0
     return is_list and all(isinstance(message, Mapping) and "role" in message for message in value)
-
-
-def shortened(value: Any) -> str:
-    """For error messages."""
-    text = repr(value)
-    return text if len(text) <= 80 else text[:77] + "..."
