@@ -8,6 +8,7 @@ from transformers.utils import ModelOutput
 from ..arguments import check_count
 from ..engine.batch import Rows, forward, forward_last, padded
 from ..engine.drafter import Drafter
+from ..engine.model_facts import execution_device, num_input_ids, vocab_size
 from ..engine.request import Request
 from ..engine.scoring import score
 from ..engine.verification import Candidates, sample
@@ -154,11 +155,11 @@ class CausalLMDrafter(Drafter):
 
     def _feed(self, rows: Rows, span: slice, token_ids: Tensor, num_tokens: Tensor) -> Tensor:
         self.num_forwards += 1
-        vocab_size = self.model.get_input_embeddings().num_embeddings
-        token_ids = torch.where(token_ids < vocab_size, token_ids, 0).to(self.model.device)
+        is_known = token_ids < num_input_ids(self.model)
+        token_ids = torch.where(is_known, token_ids, 0).to(execution_device(self.model))
         run = forward if token_ids.shape[1] == 1 else forward_last
         logits = run(self.model, _draft_cache(rows), span, token_ids, num_tokens).logits
-        return with_vocab(logits, rows.model.config.get_text_config().vocab_size).to(rows.device)
+        return with_vocab(logits, vocab_size(rows.model)).to(rows.device)
 
 
 def _draft_cache(rows: Rows) -> SlotCache:
@@ -166,9 +167,9 @@ def _draft_cache(rows: Rows) -> SlotCache:
     return rows.draft_cache
 
 
-def with_vocab(logits: Tensor, vocab_size: int) -> Tensor:
+def with_vocab(logits: Tensor, num_ids: int) -> Tensor:
     """Cut or filled with -inf to the target's vocabulary: paddings of one tokenizer differ at the end only."""
-    missing = vocab_size - logits.shape[-1]
+    missing = num_ids - logits.shape[-1]
     if missing <= 0:
-        return logits[..., :vocab_size]
+        return logits[..., :num_ids]
     return torch.nn.functional.pad(logits, (0, missing), value=-torch.inf)

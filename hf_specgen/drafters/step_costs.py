@@ -20,7 +20,8 @@ from transformers import PreTrainedModel
 
 from ..arguments import check_count
 from ..engine.batch import forward, forward_last
-from ..engine.support import learned_positions, num_input_ids, unsupported_reason
+from ..engine.model_facts import execution_device, learned_positions, num_input_ids
+from ..engine.support import unsupported_reason
 from ..layers.attention import grouped_attention
 from ..layers.slot_cache import SlotCache
 
@@ -214,7 +215,7 @@ def _check_length(model: PreTrainedModel, num_tokens: int) -> None:
 
 def _token_ids(model: PreTrainedModel, num_rows: int, length: int) -> Tensor:  # (num_rows, length)
     generator = torch.Generator().manual_seed(0)
-    return torch.randint(num_input_ids(model), (num_rows, length), generator=generator).to(model.device)
+    return torch.randint(num_input_ids(model), (num_rows, length), generator=generator).to(execution_device(model))
 
 
 def _measure(model: PreTrainedModel, token_ids: Tensor, positions: list[int], repeats: int) -> dict[int, list[float]]:

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..engine.decoder import Decoder
+from ..engine.model_facts import eos_ids
 from ..engine.request import DecodingRules, Request
-from ..engine.support import eos_ids
 from ..prompts.sources import encode_prompt, load_prompts
 from .drafter import DSparkDrafter
 from .target import check_target, foreign_tables

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from ..engine.support import check_vocab_sizes, is_sharded, num_input_ids
+from ..engine.model_facts import check_vocab_sizes, num_input_ids
+from ..engine.support import is_sharded
 from .configuration import DSparkConfig, check_tapped_layers
 from .layouts import FAMILY_TYPES, read_layout
 

@@ -5,8 +5,8 @@ from .decoder import Decoder
 from .drafter import Drafter
 from .request import MAX_SEED, DecodingRules, Request, TokenLogprobs
 from .scheduler import CacheLimits
+from .selfcheck import self_check
 from .stats import DecodingStats, RoundTrace
-from .support import self_check
 from .verification import Candidates, Verification, verify
 
 __all__ = [

@@ -14,6 +14,7 @@ from transformers.utils import ModelOutput
 
 from ..layers.attention import MAX_POSITIONS
 from ..layers.slot_cache import SlotCache
+from .model_facts import execution_device
 from .request import Request
 
 
@@ -109,7 +110,7 @@ class Rows:
         self.draft_cache = draft_cache
         self.requests: list[Request | None] = [None] * num_rows
         self.span = slice(0, num_rows)
-        self.device = model.device
+        self.device = execution_device(model)
         self.failures: dict[int, Failure] = {}
 
     @property

@@ -19,14 +19,17 @@ from ..arguments import check_count
 from ..layers.attention import grouped_attention
 from .batch import Rows, forward, forward_last, padded
 from .drafter import Drafter, checked_block
+from .model_facts import check_ids, check_positions
 from .outcome import Outcome, Taken, settle
 from .request import Request
 from .scheduler import CANDIDATE_COLUMNS, NO_LIMITS, CacheLimits, Seating
 from .scoring import score
+from .selfcheck import check_window, self_check
 from .stats import DecodingStats
-from .support import check_ids, check_positions, self_check, unsupported_reason
+from .support import unsupported_reason
 from .verification import Candidates, Verification, verify
 
+ROLES = ("target", "draft model")
 RoundHook = Callable[[Rows, Candidates, Verification], None]
 
 
@@ -80,10 +83,10 @@ class Decoder:
         self.on_round = on_round
         self.trace = trace
         self.stats = DecodingStats()
-        for used in self._models:
+        for used, role in zip(self._models, ROLES):
             if reason := unsupported_reason(used):
-                raise ValueError(f"The decoding loop cannot serve this model: {reason}.")
-            self_check(used)
+                raise ValueError(f"The decoding loop cannot serve this {role}: {reason}.")
+            self_check(used, role)
         if drafter is not None:
             drafter.bind(model)
         draft_cache = None if drafter is None else drafter.make_cache(max_batch_size)
@@ -116,8 +119,10 @@ class Decoder:
             check_ids(self.model, request)
             self._seating.check_room(request)
         everyone = [*self._seating.seated, *self._seating.waiting, *requests]
-        for used, role in zip(self._models, ("target", "draft model")):
+        longest = max((len(request.prompt_ids) + request.max_new_tokens for request in requests), default=0)
+        for used, role, cache in zip(self._models, ROLES, self.rows.caches()):
             check_positions(used, everyone, role)
+            check_window(used, cache, longest, role)
         for request in requests:
             request.number = next(self._numbers)
         self._seating.waiting.extend(requests)

@@ -116,6 +116,7 @@ class Seating:
             self.joining[seat] = request
             for cache in self.rows.caches():  # they must not give columns away that this row will need
                 cache.num_allocated_rows = max(cache.num_allocated_rows, seat + 1)
+                cache.prompt_lengths[seat] = len(request.prompt_ids)
 
     def _free_seat(self) -> int | None:
         seats = (seat for seat, request in enumerate(self.rows.requests) if request is None)

@@ -22,9 +22,11 @@ from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengt
 
 from ..engine.decoder import Decoder
 from ..engine.drafter import Drafter
+from ..engine.model_facts import execution_device
 from ..engine.request import DecodingRules, PaddedBatch, Request
 from ..engine.scheduler import CacheLimits
-from ..engine.support import is_served_by_transformers, is_sharded, unsupported_reason
+from ..engine.support import OWN_WINDOW_TYPES, is_sharded, unsupported_reason
+from ..layers.slot_cache import SERVED_LAYER_TYPES
 from .choice import SpeculationSettings, drafts_its_own_way, reason_for_transformers
 
 MODEL_KWARGS = {"attention_mask", "position_ids", "cache", "use_cache", "logits_to_keep"}
@@ -195,7 +197,7 @@ class AssistedCall:
             )
         max_new_tokens = self._max_new_tokens()
         rules = self._rules()
-        batch = PaddedBatch(self.input_ids.to(self.model.device), max_new_tokens, rules)
+        batch = PaddedBatch(self.input_ids.to(execution_device(self.model)), max_new_tokens, rules)
         return [
             Request(
                 ids[kept].tolist(),
@@ -258,3 +260,15 @@ class AssistedCall:
             torch.stack([scores[step] if step < len(scores) else ended for scores in rows]).to(device)
             for step in range(longest)
         )
+
+
+def is_served_by_transformers(model: PreTrainedModel) -> bool:
+    """Whether transformers' own assisted decoding is right for a model that `unsupported_reason` names."""
+    config = model.config.to_dict()
+    has_alibi = config["model_type"] in ("bloom", "mpt") or bool(config.get("alibi"))
+    if model.config.is_encoder_decoder or has_alibi or model.config.model_type in OWN_WINDOW_TYPES:
+        return True
+    if model._is_stateful:
+        return False
+    kinds = set(get_layer_types_and_kwargs(model.config.get_text_config(decoder=True))[0])
+    return kinds <= SERVED_LAYER_TYPES | {"chunked_attention"}

@@ -12,7 +12,7 @@ from ..drafters.causal_lm import CausalLMDrafter
 from ..drafters.lookup import PromptLookupDrafter
 from ..engine.decoder import RoundHook
 from ..engine.drafter import Drafter
-from ..engine.support import check_vocab_sizes
+from ..engine.model_facts import check_vocab_sizes, vocab_size
 
 ASSISTANT_SETTINGS = (
     "num_assistant_tokens",
@@ -134,5 +134,5 @@ def make_drafter(
 
 def _check_vocabularies(target: PreTrainedModel, draft: Any, tokenizer: PreTrainedTokenizerBase | None) -> None:
     """Lets pass vocabularies of one tokenizer that are padded to different sizes."""
-    target_size, draft_size = (model.config.get_text_config().vocab_size for model in (target, draft))
+    target_size, draft_size = map(vocab_size, (target, draft))
     check_vocab_sizes(target_size, draft_size, None if tokenizer is None else len(tokenizer))

@@ -13,6 +13,21 @@ from transformers import Cache, PreTrainedConfig
 from transformers.cache_utils import CacheLayerMixin, DummyLayer, get_layer_types_and_kwargs
 
 GROWTH_CHUNK = 128  # columns
+SERVED_LAYER_TYPES = {"full_attention", "sliding_attention", "dummy"}
+
+
+def unserved_layers(config: PreTrainedConfig) -> str | None:
+    """What a [`SlotCache`] cannot hold of a model's layers, None if it holds them all."""
+    kinds, settings = get_layer_types_and_kwargs(config.get_text_config(decoder=True))
+    if unknown := set(kinds) - SERVED_LAYER_TYPES:
+        return f"layers of kind {sorted(unknown)}"
+    windows = _windows(kinds, settings)
+    return f"sliding windows of {len(windows)} sizes, {sorted(windows)}" if len(windows) > 1 else None
+
+
+def _windows(kinds: list[str], settings: list[dict[str, Any]]) -> set[int]:
+    windows = (setting.get("sliding_window") for kind, setting in zip(kinds, settings) if kind != "dummy")
+    return {window for window in windows if window is not None}
 
 
 @dataclass(frozen=True)
@@ -106,6 +121,11 @@ class SlotCache(Cache):
     Attributes:
         lengths (`torch.LongTensor` of shape `(rows,)`, on the CPU):
             How many columns of each row count.
+        sliding_window (`int`, *optional*):
+            How far sliding layers see, their own column included.
+        spares_prompts (`bool`):
+            Whether the window cuts only what is generated: each row's first `prompt_lengths` columns see all columns
+            before them. See `check_window`.
 
     Raises:
         `ValueError`: if a layer keeps something other than keys and values of all past tokens.
@@ -120,9 +140,9 @@ class SlotCache(Cache):
     ):
         text_config = config.get_text_config(decoder=True)
         kinds, settings = get_layer_types_and_kwargs(text_config)
-        if unknown := set(kinds) - {"full_attention", "sliding_attention", "dummy"}:
+        if layers := unserved_layers(config):
             raise ValueError(
-                f"`SlotCache` holds full and sliding attention layers, but the model has {sorted(unknown)} layers."
+                f"`SlotCache` holds layers of full attention and of one sliding window, but the model has {layers}."
             )
         self.num_rows = num_rows
         self.capacity = capacity
@@ -132,10 +152,9 @@ class SlotCache(Cache):
         self.lengths = torch.zeros(num_rows, dtype=torch.long)
         nothing = torch.zeros(0, 0, dtype=torch.long)
         self.write = SlotWrite(0, 0, nothing, nothing, width=0, common_start=None)
-        windows = {setting.get("sliding_window") for kind, setting in zip(kinds, settings) if kind != "dummy"}
-        self._sliding_windows = windows - {None}
-        if len(self._sliding_windows) > 1:
-            raise ValueError(f"`SlotCache` serves one sliding window, but the layers have {self._sliding_windows}.")
+        self.sliding_window = next(iter(_windows(kinds, settings)), None)
+        self.spares_prompts = False
+        self.prompt_lengths = [0] * num_rows
         # Layers that read another layer's keys and values ("dummy") need a mask of their own kind all the same.
         self._mask_kinds = sorted(set(getattr(text_config, "layer_types", None) or kinds) - {"dummy", "moe", "mlp"})
         super().__init__(layers=[DummyLayer() if kind == "dummy" else SlotLayer(self) for kind in kinds])
@@ -201,9 +220,12 @@ class SlotCache(Cache):
         columns = torch.arange(self.write.width, device=positions.device)
         is_past = columns <= positions
         masks = {"full_attention": is_past}
-        if self._sliding_windows:
-            (window,) = self._sliding_windows
-            masks["sliding_attention"] = is_past & (columns > positions - window)
+        if self.sliding_window is not None:
+            is_near = columns > positions - self.sliding_window
+            if self.spares_prompts:
+                ends = self.prompt_lengths[self.write.first_row : self.write.first_row + self.write.num_rows]
+                is_near |= positions < torch.tensor(ends, device=positions.device)[:, None, None, None]
+            masks["sliding_attention"] = is_past & is_near
         if is_additive:
             allowed = torch.zeros((), dtype=dtype, device=positions.device)
             floor = torch.full((), torch.finfo(dtype).min, dtype=dtype, device=positions.device)
@@ -215,7 +237,7 @@ class SlotCache(Cache):
     def _is_plainly_causal(self) -> bool:
         """All rows stand at one column, and either one token sees everything or nothing came before."""
         start, new = self.write.common_start, self.write.columns.shape[1]
-        return start is not None and (new == 1 or start == 0) and self.capacity is None and not self._sliding_windows
+        return start is not None and (new == 1 or start == 0) and self.capacity is None and self.sliding_window is None
 
     def advance(self, rows: slice, num_tokens: Tensor) -> None:
         """Counts the tokens that the pass prepared by `begin` has written."""

@@ -13,8 +13,8 @@ from transformers import (
     SuppressTokensLogitsProcessor,
 )
 
+from ..engine.model_facts import check_ids, context_length, eos_ids, execution_device, vocab_size
 from ..engine.request import MAX_SEED, DecodingRules, Request
-from ..engine.support import check_ids, eos_ids
 from ..logits_process.bias_and_masks import UndecodableMask
 from .detokenizer import TextAssembler, TextStop
 from .job import Job
@@ -51,9 +51,9 @@ class PromptEncoder:
         self.tokenizer = tokenizer
         self.truncate_prompt = truncate_prompt
         self.eos_token_ids = eos_ids_of(model, tokenizer)
-        self.window = window_of(model)
+        self.window = context_length(model)
         self.masks: list[LogitsProcessor] = []
-        self.vocab_size = model.config.get_text_config(decoder=True).vocab_size
+        self.vocab_size = vocab_size(model)
         if mask_undecodable:
             self.masks = undecodable_masks(model, tokenizer, self.eos_token_ids)
 
@@ -103,16 +103,15 @@ class PromptEncoder:
 
     def _check_named_ids(self, params: SamplingParams) -> None:
         """Refuses ids that could never be biased or reached."""
-        vocab_size = self.model.config.get_text_config(decoder=True).vocab_size
         for name, ids in (("logit_bias", params.logit_bias or ()), ("stop_token_ids", params.stop_token_ids)):
-            if outside := [i for i in map(int, ids) if not 0 <= i < vocab_size]:
-                raise ValueError(f"`{name}` names {outside}, but the model's vocabulary has {vocab_size} ids.")
+            if outside := [i for i in map(int, ids) if not 0 <= i < self.vocab_size]:
+                raise ValueError(f"`{name}` names {outside}, but the model's vocabulary has {self.vocab_size} ids.")
 
     def _job(self, text: str, prompt_ids: list[int], params: SamplingParams, index: int, sample: int) -> Job:
         assembler = TextAssembler(self.tokenizer, params.stop, prompt_ids)
         rules = DecodingRules(
             logits_processor=params.logits_processor(
-                len(prompt_ids), self.eos_token_ids, self.masks, self.model.device
+                len(prompt_ids), self.eos_token_ids, self.masks, execution_device(self.model)
             ),
             eos_token_ids=params.stop_ids(self.eos_token_ids),
             do_sample=not params.is_greedy,
@@ -134,18 +133,12 @@ def undecodable_masks(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, eos_token_ids: Collection[int]
 ) -> list[LogitsProcessor]:
     """What forbids the ids that the tokenizer does not know, behind its own or between them, and padding."""
-    vocab_size = model.config.get_text_config(decoder=True).vocab_size
+    num_scored = vocab_size(model)
     known = set(tokenizer.get_vocab().values())
     size = max(known) + 1
     masks: list[LogitsProcessor] = []
-    if vocab_size > size or tokenizer.pad_token_id is not None:
+    if num_scored > size or tokenizer.pad_token_id is not None:
         masks.append(UndecodableMask(size, tokenizer.pad_token_id, sorted(eos_token_ids)))
-    if gaps := [token_id for token_id in range(min(size, vocab_size)) if token_id not in known]:
-        masks.append(SuppressTokensLogitsProcessor(gaps, device=model.device))
+    if gaps := [token_id for token_id in range(min(size, num_scored)) if token_id not in known]:
+        masks.append(SuppressTokensLogitsProcessor(gaps, device=execution_device(model)))
     return masks
-
-
-def window_of(model: PreTrainedModel) -> int | None:
-    """How many positions the model was made for, None if its configuration does not say."""
-    config = model.config.get_text_config(decoder=True).to_dict()
-    return config.get("max_position_embeddings") or config.get("n_positions")

@@ -4,15 +4,11 @@ import copy
 
 import pytest
 import torch
-from torch import nn
 from transformers import (
     BloomConfig,
     BloomForCausalLM,
-    GPTJConfig,
-    GPTJForCausalLM,
     Llama4ForCausalLM,
     Llama4TextConfig,
-    LlamaForCausalLM,
     MambaConfig,
     MambaForCausalLM,
     Qwen3NextConfig,
@@ -21,8 +17,9 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 
-from hf_specgen import Decoder, DecodingStats, Request, enable_speculation
-from hf_specgen.engine.support import check_positions, learned_positions, self_check, unsupported_reason
+from hf_specgen import Decoder, DecodingStats, enable_speculation
+from hf_specgen.engine.support import unsupported_reason
+from tests.support.generate_calls import ForwardCount
 from tests.support.models import (
     EOS,
     FAMILIES,
@@ -73,16 +70,6 @@ def widened(model_class, config, gain=6.0):
             if parameter.ndim > 1:
                 parameter.mul_(gain)
     return model
-
-
-class ForwardCount:
-    def __init__(self, *models):
-        self.count = 0
-        for model in models:
-            model.register_forward_pre_hook(self.add)
-
-    def add(self, *args):
-        self.count += 1
 
 
 # Refused or handed over
@@ -173,137 +160,6 @@ def test_flash_attention_names_the_way_out(llama, monkeypatch):
     assert_partly_accepted(stats)
 
 
-# Position encodings
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_learned_positions(family):
-    assert learned_positions(make_model(family)) == (256 if family in ("gpt2", "opt") else None)
-
-
-def requests(*ranges):
-    return [Request([3] * start, end - start) for start, end in ranges]
-
-
-@pytest.mark.parametrize("family", ["gpt2", "opt"])
-def test_last_learned_position_is_reached(family):
-    model = make_model(family, max_position_embeddings=24)
-    check_positions(model, requests((4, 24), (20, 24)))
-    with pytest.raises(ValueError, match="25 tokens, but the target has learned positions for 24"):
-        check_positions(model, requests((4, 20), (20, 25)))
-    drafting, batch = {"assistant_model": noisy_copy(model)}, left_padded([4, 2])
-    assert_partly_accepted(assert_same_as_plain(model, batch, drafting, max_new_tokens=20))
-
-
-def test_longrope_rows_stay_on_one_side_of_the_switch():
-    model = make_model("phi3_longrope")
-    for allowed in [(4, 128)], [(129, 200)], [(129, 140), (150, 300)], [(100, 110), (4, 128)]:
-        check_positions(model, requests(*allowed))
-    for refused in [(4, 129)], [(128, 140)], [(129, 140), (4, 20)]:
-        with pytest.raises(ValueError, match="longrope.*128 tokens.*one side"):
-            check_positions(model, requests(*refused))
-
-
-@pytest.mark.parametrize("lengths", [[90, 70], [140, 131]], ids=["short", "long"])
-def test_longrope_equals_plain_generate_on_either_side(lengths):
-    model = make_model("phi3_longrope")
-    drafting = {"assistant_model": noisy_copy(model)}
-    stats = [
-        assert_same_as_plain(model, left_padded(lengths, seed=seed), drafting, max_new_tokens=24) for seed in range(2)
-    ]
-    assert_partly_accepted(*stats)
-
-
-def test_dynamic_rope_is_served_below_the_switch_only():
-    rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
-    model = make_model("llama", rope_parameters=rope, max_position_embeddings=64)
-    check_positions(model, requests((4, 64)))
-    for beyond in [(4, 65)], [(70, 80)]:
-        with pytest.raises(ValueError, match="dynamic.*64 tokens"):
-            check_positions(model, requests(*beyond))
-
-
-def test_request_may_not_join_rows_on_the_other_side_of_the_switch():
-    decoder = Decoder(make_model("phi3_longrope"), max_batch_size=2)
-    first = Request([3] * 130, 4)
-    run = decoder.run([first])
-    next(run)
-    with pytest.raises(ValueError, match="one side"):
-        decoder.add(Request([3] * 10, 4))
-    list(run)
-    assert first.finish_reason == "length"
-    decoder.add(Request([3] * 10, 4))
-
-
-# The self-check
-
-
-class BatchSensitive(LlamaForCausalLM):
-    """Its logits depend on what else is in the batch."""
-
-    def forward(self, *args, **kwargs):
-        outputs = super().forward(*args, **kwargs)
-        outputs.logits = outputs.logits + 0.5 * (len(outputs.logits) - 1)
-        return outputs
-
-
-class IgnoresPositions(LlamaForCausalLM):
-    """Numbers the tokens of a pass itself."""
-
-    def forward(self, input_ids, position_ids=None, **kwargs):
-        return super().forward(input_ids, position_ids=torch.arange(input_ids.shape[1])[None], **kwargs)
-
-
-class IgnoresMask(LlamaForCausalLM):
-    """Builds its own mask over all columns."""
-
-    def forward(self, input_ids, attention_mask=None, **kwargs):
-        if attention_mask is not None:
-            attention_mask = torch.ones_like(attention_mask)
-        return super().forward(input_ids, attention_mask=attention_mask, **kwargs)
-
-
-@pytest.mark.parametrize("model_class", [BatchSensitive, IgnoresPositions, IgnoresMask])
-def test_self_check_refuses_a_model_that_treats_ragged_rows_otherwise(llama, model_class):
-    model = model_class(llama.config).eval()
-    model.load_state_dict(llama.state_dict())
-    for _ in range(2):  # a refused model is checked again
-        with pytest.raises(ValueError, match=f"`{model_class.__name__}` does not decode ragged rows.*differ by"):
-            Decoder(model)
-    with pytest.raises(ValueError, match="does not decode ragged rows"):
-        enable_speculation(model).generate(**left_padded([5, 3]), assistant_model=llama, max_new_tokens=4)
-
-
-def test_self_check_runs_once_per_model(llama):
-    model = copy.deepcopy(llama)
-    passes = ForwardCount(model)
-    Decoder(model)
-    assert passes.count == 4
-    Decoder(model)
-    assert passes.count == 4
-    other = copy.deepcopy(llama)
-    passes = ForwardCount(other)
-    Decoder(other)
-    assert passes.count == 4, "a copy is another model"
-
-
-def test_self_check_leaves_flags_and_ignores_dropout():
-    model = make_model(attention_dropout=0.9).train()
-    model.model.layers[1].eval()
-    flags = [module.training for module in model.modules()]
-    self_check(model)
-    assert [module.training for module in model.modules()] == flags
-
-
-def test_self_check_passes_a_model_whose_head_is_zero(llama):
-    model = copy.deepcopy(llama)
-    nn.init.zeros_(model.lm_head.weight)
-    self_check(model)
-    nn.init.constant_(model.lm_head.weight, float("nan"))
-    with pytest.raises(ValueError, match="nan"):
-        self_check(copy.deepcopy(model))
-
-
 def test_eager_and_sdpa_models_run_on_their_own_attention(llama):
     stats = DecodingStats()
     for attention in ("eager", "sdpa"):
@@ -312,8 +168,3 @@ def test_eager_and_sdpa_models_run_on_their_own_attention(llama):
             model, left_padded([5, 3]), {"assistant_model": noisy_copy(llama)}, max_new_tokens=24
         )
     assert_partly_accepted(stats)
-
-
-def test_table_of_sinusoids_is_a_limit_too():
-    config = GPTJConfig(vocab_size=64, n_embd=32, n_layer=1, n_head=4, rotary_dim=4, n_positions=16)
-    assert learned_positions(GPTJForCausalLM(config)) == 16

@@ -6,7 +6,7 @@ from tokenizers import Tokenizer, models
 from transformers import MinNewTokensLengthLogitsProcessor, PreTrainedTokenizerFast
 
 from hf_specgen import UndecodableMask
-from hf_specgen.serving.prompt_encoder import PromptEncoder, eos_ids_of, window_of
+from hf_specgen.serving.prompt_encoder import PromptEncoder, eos_ids_of
 from hf_specgen.serving.sampling_params import SamplingParams
 from tests.support.models import BOS, EOS, PAD, VOCAB_SIZE, character_tokenizer, make_model
 from tests.support.tokenizers import TOKENIZER, ids_of, letters_tokenizer
@@ -89,11 +89,6 @@ def test_eos_of_the_generation_config_comes_before_the_tokenizers():
     tokenizer = letters_tokenizer()
     tokenizer.eos_token = None
     assert eos_ids_of(model, tokenizer) == frozenset()
-
-
-@pytest.mark.parametrize(("family", "window"), [("llama", 256), ("gpt2", 256), ("opt", 256), ("gpt_neox", 256)])
-def test_window_of_a_model(family, window):
-    assert window_of(make_model(family)) == window
 
 
 @pytest.mark.parametrize("budget", [1, 100, 255])

@@ -64,3 +64,15 @@ class StopsAfter(StoppingCriteria):
 def generated(model, batch, num_tokens=24):
     """What plain `generate` makes of the first row."""
     return model.generate(**batch, max_new_tokens=num_tokens)[0, batch["input_ids"].shape[1] :].tolist()
+
+
+class ForwardCount:
+    """How many passes some models have run."""
+
+    def __init__(self, *models):
+        self.count = 0
+        for model in models:
+            model.register_forward_pre_hook(self.add)
+
+    def add(self, *args):
+        self.count += 1

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel, RepetitionPenaltyLogitsProcessor
 from hf_specgen import Decoder, DecodingStats, DSparkModel, Request, TokenPenalties, enable_speculation
 from hf_specgen.drafters.step_costs import time_now
 from hf_specgen.engine.batch import forward
-from hf_specgen.engine.support import eos_ids
+from hf_specgen.engine.model_facts import eos_ids
 from hf_specgen.layers.attention import grouped_attention
 from hf_specgen.layers.linear import tune_linears
 from hf_specgen.layers.slot_cache import SlotCache
