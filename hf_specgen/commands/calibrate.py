@@ -36,7 +36,7 @@ from transformers import (
 
 from hf_specgen import Decoder, DecodingRules, DSparkDrafter, DSparkModel, Request
 from hf_specgen.dspark.calibration import Calibration, ConfidenceRecorder, ConfidenceRecords, calibrate
-from hf_specgen.dspark.reliability import plot_reliability
+from hf_specgen.dspark.reliability_plot import plot_reliability
 from hf_specgen.engine.model_facts import eos_ids
 from hf_specgen.prompts.sources import encode_prompt, load_prompts
 

@@ -5,7 +5,7 @@ from .configuration import DSparkConfig
 from .convert import convert
 from .drafter import DSparkDrafter
 from .modeling import DSparkModel
-from .selfcheck import DSparkCheck
+from .selfcheck import DSparkCheck, check_drafter
 
 __all__ = [
     "Calibration",
@@ -14,5 +14,6 @@ __all__ = [
     "DSparkConfig",
     "DSparkDrafter",
     "DSparkModel",
+    "check_drafter",
     "convert",
 ]

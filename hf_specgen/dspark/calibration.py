@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ..engine.batch import Rows
 from ..engine.verification import Candidates, Verification
-from .reliability import auroc, brier_score, by_position, expected_calibration_error
+from .reliability import auroc, brier_score, expected_calibration_error
 
 CALIBRATION_FILE = "confidence_calibration.json"
 METRICS: dict[str, Callable] = {"ece": expected_calibration_error, "auroc": auroc, "brier": brier_score}
@@ -264,6 +264,18 @@ class Calibration:
 
 def _are_numbers(values: Sequence[Any]) -> bool:
     return all(type(value) in (int, float) and abs(value) < float("inf") for value in values)  # no NaN, no bool
+
+
+def by_position(
+    metric: Callable[[Tensor, Tensor], Any], records: ConfidenceRecords, temperatures: Sequence[float]
+) -> list[Any]:
+    """
+    Per position, `metric(probabilities, labels)` of the records judged there. The probabilities are those of keeping
+    everything up to the position: running products of `sigmoid(logits / temperatures)`, in fp64.
+    """
+    conditional = (records.logits.double() / torch.tensor(temperatures, dtype=torch.float64)).sigmoid()
+    columns = zip(conditional.cumprod(dim=-1).T, records.labels.T, records.is_judged.T)
+    return [metric(probabilities[known], labels[known]) for probabilities, labels, known in columns]
 
 
 def calibrate(

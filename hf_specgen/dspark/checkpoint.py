@@ -9,7 +9,6 @@ from transformers.utils.loading_report import LoadStateDictInfo
 
 from .calibration import Calibration
 from .configuration import DSparkConfig
-from .drafter import DSparkDrafter
 from .storage import check_threshold, load_calibration, load_generation_settings, rewrite_saved
 
 TABLES = ("embed_tokens.weight", "lm_head.weight")  # which a checkpoint may leave to the target
@@ -64,8 +63,7 @@ class DSparkPreTrainedModel(PreTrainedModel):
         settings = load_generation_settings(pretrained_model_name_or_path, hub)
         model.confidence_threshold = settings.get("assistant_confidence_threshold") or 0.0
         if (count := settings.get("num_assistant_tokens")) is not None:
-            DSparkDrafter(model, count)  # refuses what a block cannot give
-            model.generation_config.num_assistant_tokens = count
+            model.generation_config.num_assistant_tokens = model.config.checked_num_assistant_tokens(count)
         if model.confidence_threshold > 0 and not model.config.enable_confidence_head:
             raise ValueError(
                 f"The checkpoint's `assistant_confidence_threshold` of {model.confidence_threshold} needs a "

@@ -8,6 +8,7 @@ from typing import Any
 from transformers import PreTrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from ..arguments import check_count
 from .field_kinds import KINDS, check_fields, check_rope
 from .layouts import LAYOUTS, read_layout, write_layout
 
@@ -125,6 +126,15 @@ class DSparkConfig(PreTrainedConfig):
     def num_candidates(self) -> int:
         """How many candidates a block gives."""
         return self.block_size if self.sample_from_anchor else self.block_size - 1
+
+    def checked_num_assistant_tokens(self, count: int) -> int:
+        """Returns a number of candidates to verify, or raises if a block does not give as many."""
+        if check_count("num_assistant_tokens", count) > self.num_candidates:
+            raise ValueError(
+                f"`num_assistant_tokens` has to be at most {self.num_candidates}, which is what a block of this "
+                f"drafter gives, but is {count}."
+            )
+        return count
 
     def validate(self) -> None:
         """Raises `ValueError` in a sentence where fields are wrong or do not fit together."""

@@ -6,7 +6,6 @@ from transformers import PreTrainedModel
 
 from .layouts import LAYOUTS
 from .modeling import DSparkModel
-from .target import foreign_tables
 
 
 def convert(
@@ -37,7 +36,7 @@ def convert(
     model = DSparkModel.from_pretrained(source, dtype="auto")
     if target is not None and layout == "released":
         model.share_weights(target)
-    if target is not None and layout == "speculators" and (lost := foreign_tables(model, target)):
+    if target is not None and layout == "speculators" and (lost := model.foreign_tables(target)):
         raise ValueError(
             f"The speculators layout takes {' and '.join(lost)} from the target, but those of the drafter differ."
         )

@@ -4,27 +4,19 @@ Context keys and values live in a slot cache: written once per token, when the t
 those of a block lie behind them and are overwritten by what comes next.
 """
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor
-from transformers import GenerationConfig, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.utils import ModelOutput
 
-from ..arguments import check_count
 from ..drafters.causal_lm import with_vocab
-from ..drafters.widths import ConfidenceThreshold, DraftLengthPolicy, VerifyAll
+from ..drafters.widths import DraftLengthPolicy, VerifyAll
 from ..engine.batch import Rows
 from ..engine.drafter import Drafter
 from ..engine.scoring import score
 from ..engine.verification import Candidates, sample
-from ..layers.slot_cache import SlotCache, SlotWrite
-from .storage import check_threshold
-from .target import check_target
-
-if TYPE_CHECKING:
-    from .modeling import DSparkModel
+from ..layers.slot_cache import SlotCache
+from .modeling import DSparkModel
 
 
 class DSparkDrafter(Drafter):
@@ -57,27 +49,25 @@ class DSparkDrafter(Drafter):
 
     def __init__(
         self,
-        draft_model: "DSparkModel",
+        draft_model: DSparkModel,
         num_assistant_tokens: int | None = None,
         draft_length: DraftLengthPolicy | None = None,
         is_calibrated: bool = True,
         keep_confidence: bool = False,
     ):
-        if not hasattr(draft_model, "make_drafter"):
+        if not isinstance(draft_model, DSparkModel):
             raise TypeError(f"`draft_model` has to be a `DSparkModel`, but is a {type(draft_model).__name__!r}.")
         if draft_length is not None and not isinstance(draft_length, DraftLengthPolicy):
             raise TypeError(
                 f"`draft_length` has to be a policy such as `ConfidenceThreshold(0.5)`, but is {draft_length!r}."
             )
         config = draft_model.config
-        count = config.num_candidates if num_assistant_tokens is None else num_assistant_tokens
-        if check_count("num_assistant_tokens", count) > config.num_candidates:
-            raise ValueError(
-                f"`num_assistant_tokens` has to be at most {config.num_candidates}, which is what a block of this "
-                f"drafter gives, but is {count}."
-            )
         self.draft_model = draft_model
-        self.num_assistant_tokens = count
+        self.num_assistant_tokens = (
+            config.num_candidates
+            if num_assistant_tokens is None
+            else config.checked_num_assistant_tokens(num_assistant_tokens)
+        )
         self.draft_length = VerifyAll() if draft_length is None else draft_length
         self.keep_confidence = keep_confidence
         if (keep_confidence or self.draft_length.needs_confidence) and draft_model.confidence_head is None:
@@ -91,7 +81,7 @@ class DSparkDrafter(Drafter):
         self.num_forwards = 0
 
     def bind(self, target: PreTrainedModel) -> None:
-        check_target(self.draft_model, target)
+        self.draft_model.check_target(target)
 
     def make_cache(self, rows: int) -> SlotCache:
         return SlotCache(self.draft_model.config, rows)
@@ -99,7 +89,7 @@ class DSparkDrafter(Drafter):
     def observe(self, rows: Rows, candidates: Candidates, outputs: ModelOutput) -> None:
         cache = _cache_of(rows)
         num_tokens = rows.cache.lengths[rows.span] - cache.lengths[rows.span]
-        states = tapped_states(self.draft_model, outputs.hidden_states)
+        states = self.draft_model.tapped_states(outputs.hidden_states)
         assert int(num_tokens.max()) <= states.shape[1], "the context lacks no token but those of this pass"
         write = cache.begin(rows.span, num_tokens, states.shape[1], states.device)
         self.draft_model.write_context(states, cache, write.position_ids)
@@ -114,8 +104,8 @@ class DSparkDrafter(Drafter):
             return Candidates.none(rows.num_spanned, rows.device)
         model, device = self.draft_model, self.draft_model.fc.weight.device
         anchors = [0 if r is None else r.committed_from(r.num_committed - 1)[0] for r in rows.spanned]
-        anchor_ids = known_ids(model, torch.tensor(anchors).to(device, non_blocking=True))
-        states = draft_block(model, rows.model, _cache_of(rows), rows.span, anchor_ids)[:, :k]
+        anchor_ids = model.known_ids(torch.tensor(anchors).to(device, non_blocking=True))
+        states = model.draft_block(rows.model, _cache_of(rows), rows.span, anchor_ids)[:, :k]
         self.num_forwards += 1
         block = _Block(rows, limits, model)
         logits = model.base_logits(states, rows.model)
@@ -137,7 +127,7 @@ class DSparkDrafter(Drafter):
 class _Block:
     """The candidates of a round while they are chosen, one per call of `choose`."""
 
-    def __init__(self, rows: Rows, limits: Tensor, model: "DSparkModel"):
+    def __init__(self, rows: Rows, limits: Tensor, model: DSparkModel):
         self.rows = rows
         self.model = model
         self.vocab_size = rows.model.config.get_text_config().vocab_size
@@ -182,81 +172,9 @@ class _Block:
             self.laws.append(law)
         self.chosen_ids.append(chosen_ids)
         chosen_ids = chosen_ids.to(logits.device)
-        return chosen_ids if self.is_known else known_ids(self.model, chosen_ids)
+        return chosen_ids if self.is_known else self.model.known_ids(chosen_ids)
 
 
 def _cache_of(rows: Rows) -> SlotCache:
     assert rows.draft_cache is not None, "the drafter has made a cache"
     return rows.draft_cache
-
-
-def known_ids(model: "DSparkModel", token_ids: Tensor) -> Tensor:
-    """Ids of a target whose vocabulary is padded further than the drafter's become 0."""
-    return torch.where(token_ids < model.config.vocab_size, token_ids, 0)
-
-
-def tapped_states(model: "DSparkModel", hidden_states: Sequence[Tensor]) -> Tensor:
-    """The hidden states that the drafter taps, side by side: `(rows, tokens, layers * hidden_size)`."""
-    weight = model.fc.weight
-    taps = [hidden_states[layer + 1].to(weight.device) for layer in model.config.target_layer_ids]
-    return torch.cat(taps, dim=-1).to(weight.dtype)
-
-
-def draft_block(
-    model: "DSparkModel", target: PreTrainedModel, cache: SlotCache, rows: slice, anchor_ids: Tensor
-) -> Tensor:
-    """
-    One pass over a block per row, behind each row's context; nothing of it stays in the cache.
-
-    Returns:
-        `torch.Tensor` of shape `(rows, num_candidates, hidden_size)`: the states of the slots that predict.
-    """
-    config, num_slots = model.config, model.config.block_size
-    block_ids = anchor_ids.new_full((len(anchor_ids), num_slots), config.mask_token_id)
-    block_ids[:, 0] = anchor_ids
-    write = cache.begin(rows, torch.full((len(anchor_ids),), num_slots), num_slots, anchor_ids.device)
-    mask = _block_mask(write, model.fc.weight.dtype)
-    states = model(block_ids, write.position_ids, attention_mask=mask, cache=cache, target=target).last_hidden_state
-    return states if config.sample_from_anchor else states[:, 1:]
-
-
-def _block_mask(write: SlotWrite, dtype: torch.dtype) -> Tensor | None:
-    """Every slot sees its row's context and all of the block: `(rows, 1, 1, columns)`, None if that is everything."""
-    if write.common_start is not None:
-        return None
-    columns = torch.arange(write.width, device=write.columns.device)
-    is_hidden = columns > write.columns[:, -1:]
-    mask = torch.zeros(is_hidden.shape, dtype=dtype, device=columns.device)
-    return mask.masked_fill_(is_hidden, torch.finfo(dtype).min)[:, None, None]
-
-
-def check_own_config(model: "DSparkModel") -> None:
-    """Raises `ValueError` if the drafter's own generation config asks for what transformers would rewrite in it."""
-    own = model.generation_config
-    if own.assistant_confidence_threshold:
-        raise ValueError(
-            f"`assistant_confidence_threshold` of the drafter's generation config is "
-            f"{own.assistant_confidence_threshold}; set `confidence_threshold` of the drafter itself."
-        )
-    if own.num_assistant_tokens_schedule not in (None, "constant"):
-        raise ValueError(
-            "`num_assistant_tokens_schedule` of the drafter's generation config has to be 'constant', but is "
-            f"{own.num_assistant_tokens_schedule!r}."
-        )
-
-
-def make_drafter(model: "DSparkModel", generation_config: GenerationConfig) -> DSparkDrafter:
-    """The drafter that a call of `generate` asks for; what it says nothing about is None."""
-    if generation_config.num_assistant_tokens_schedule not in (None, "constant"):
-        raise ValueError(
-            "`num_assistant_tokens_schedule` has to be 'constant' for a DSpark drafter, whose block is always drafted "
-            f"whole, but is {generation_config.num_assistant_tokens_schedule!r}."
-        )
-    if generation_config.max_matching_ngram_size is not None:
-        raise ValueError("`max_matching_ngram_size` is for prompt lookup; a DSpark drafter has no use for it.")
-    check_own_config(model)
-    threshold = generation_config.assistant_confidence_threshold
-    threshold = model.confidence_threshold if threshold is None else check_threshold(threshold)
-    policy = ConfidenceThreshold(threshold) if threshold > 0 else None
-    count = generation_config.num_assistant_tokens
-    return DSparkDrafter(model, model.generation_config.num_assistant_tokens if count is None else count, policy)

@@ -8,6 +8,7 @@ from typing import Any
 
 from transformers import CONFIG_MAPPING
 
+from ..engine.drafter import hidden_state_indices
 from .field_kinds import check_fields, check_rope
 
 LAYOUTS = ("released", "dspark", "speculators")
@@ -310,7 +311,7 @@ def _write_speculators(
         "speculators_model_type": "dspark",
         "transformer_layer_config": layers,
         "draft_vocab_size": fields["draft_vocab_size"] or fields["vocab_size"],
-        "aux_hidden_state_layer_ids": [index + 1 for index in fields["target_layer_ids"]],
+        "aux_hidden_state_layer_ids": hidden_state_indices(fields["target_layer_ids"]),
         "tie_word_embeddings": False,
         "dtype": fields.get("dtype"),
         "speculators_config": speculators_config

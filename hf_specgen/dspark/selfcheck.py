@@ -6,7 +6,7 @@ only the speed is gone.
 
 import copy
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -15,10 +15,7 @@ from ..engine.model_facts import eos_ids
 from ..engine.request import DecodingRules, Request
 from ..prompts.sources import encode_prompt, load_prompts
 from .drafter import DSparkDrafter
-from .target import check_target, foreign_tables
-
-if TYPE_CHECKING:
-    from .modeling import DSparkModel
+from .modeling import DSparkModel
 
 NUM_PROMPTS = 4
 MAX_NEW_TOKENS = 32
@@ -50,10 +47,28 @@ class DSparkCheck:
 
 
 def check_drafter(
-    model: "DSparkModel", target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompts: list[str] | None
+    model: DSparkModel,
+    target: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: list[str] | None = None,
 ) -> DSparkCheck:
-    """See [`DSparkModel.check`]."""
-    check_target(model, target)
+    """
+    Drafts for a few prompts and tells why candidates are refused, if nearly all are.
+
+    Args:
+        model ([`DSparkModel`]):
+            The drafter.
+        target ([`~transformers.PreTrainedModel`]):
+            The model to draft for.
+        tokenizer ([`~transformers.PreTrainedTokenizerBase`]):
+            Its tokenizer.
+        prompts (`list[str]`, *optional*):
+            Texts of the kind that the drafter was trained for; some built-in ones by default.
+
+    Raises:
+        `ValueError`: if the drafter is not for this target.
+    """
+    model.check_target(target)
     if prompts is None:
         turns = [prompt.turns for prompt in load_prompts("builtin", None, NUM_PROMPTS)]
     else:
@@ -62,7 +77,7 @@ def check_drafter(
     findings = [
         f"`{name}` differs from the target's: the drafter was made for another target, or for this one before it was "
         "trained further."
-        for name in foreign_tables(model, target)
+        for name in model.foreign_tables(target)
     ]
     length = _mean_accepted_length(model, target, prompt_ids)
     if length >= GOOD_SHARE * (model.config.block_size + 1):
@@ -85,7 +100,7 @@ def check_drafter(
     return DSparkCheck(length, alternatives, tuple(findings))
 
 
-def _mean_accepted_length(model: "DSparkModel", target: PreTrainedModel, prompts: list[list[int]]) -> float:
+def _mean_accepted_length(model: DSparkModel, target: PreTrainedModel, prompts: list[list[int]]) -> float:
     decoder = Decoder(target, DSparkDrafter(model), max_batch_size=len(prompts))
     rules = DecodingRules(eos_token_ids=eos_ids(target.generation_config.eos_token_id))
     for _ in decoder.run([Request(ids, MAX_NEW_TOKENS, rules) for ids in prompts]):
@@ -94,8 +109,8 @@ def _mean_accepted_length(model: "DSparkModel", target: PreTrainedModel, prompts
 
 
 def _variants(
-    model: "DSparkModel", target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
-) -> dict[str, "DSparkModel"]:
+    model: DSparkModel, target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
+) -> dict[str, DSparkModel]:
     """The drafter with one setting changed, by what was changed."""
     config = model.config
     changes: dict[str, dict[str, Any]] = {}

@@ -1,4 +1,4 @@
-"""The stock door: a DSparkModel as assistant in transformers' own assisted decoding, on a target that nobody prepared.
+"""A drafter as assistant in transformers' own assisted decoding, on a target that nobody prepared.
 
 That loop calls `generate` on the assistant once per round and hands back the `cache` of the round before, so the cache
 is where a call's state lives: a new call comes without one. The target's hidden states are tapped by two hooks that
@@ -9,7 +9,7 @@ import threading
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,15 +17,11 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils.hooks import RemovableHandle
 from transformers import GenerationConfig, PreTrainedModel
 
-from ..arguments import check_count
 from ..drafters.widths import ConfidenceThreshold
+from ..engine.drafter import hidden_state_indices
 from ..engine.verification import sample
 from ..layers.slot_cache import SlotCache
-from .drafter import check_own_config, draft_block, known_ids, tapped_states
-from .target import check_target
-
-if TYPE_CHECKING:
-    from .modeling import DSparkModel
+from .block import DSparkBlockModel
 
 TRANSFORMERS_DEFAULT = 20  # candidates, which it fills in where the call says nothing
 SPAN = slice(0, 1)  # the one row of a session
@@ -42,7 +38,7 @@ class Tap:
     """
 
     def __init__(self, layer_ids: Sequence[int], check: Callable[[PreTrainedModel], None]):
-        self.indices = [layer + 1 for layer in layer_ids]
+        self.indices = hidden_state_indices(layer_ids)
         self.check = check
         self.target: PreTrainedModel | None = None
         self._hidden_states: tuple[Tensor, ...] = ()
@@ -128,11 +124,11 @@ class Session:
     it is never cropped.
     """
 
-    def __init__(self, model: "DSparkModel"):
+    def __init__(self, model: DSparkBlockModel):
         self.model = model
         self.context = SlotCache(model.config, num_rows=1)
         self.num_columns = 0  # of the text whose states were taken in
-        self.tap = Tap(model.config.target_layer_ids, lambda target: check_target(model, target))
+        self.tap = Tap(model.config.target_layer_ids, model.check_target)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Always 0."""
@@ -157,7 +153,7 @@ class Session:
         num_new = num_columns - self.num_columns
         if not hidden_states or not 0 < num_new <= hidden_states[self.tap.indices[0]].shape[1]:  # a pass was not seen
             return False
-        states = tapped_states(self.model, hidden_states)[:, :num_new]
+        states = self.model.tapped_states(hidden_states)[:, :num_new]
         if self.num_columns == 0 and attention_mask is not None:
             states = states[:, attention_mask[0, :num_new].to(states.device) != 0]
         self.num_columns = num_columns
@@ -170,9 +166,9 @@ class Session:
     def draft(self, choice: "_Choice", max_new_tokens: int) -> int:
         """Chooses the candidates of a block; returns how many of them to verify."""
         model, target = self.model, self.tap.target
-        anchor_ids = known_ids(model, choice.input_ids[:, -1])
+        anchor_ids = model.known_ids(choice.input_ids[:, -1])
         assert target is not None, "the states came from a target"
-        states = draft_block(model, target, self.context, SPAN, anchor_ids)[:, :max_new_tokens]
+        states = model.draft_block(target, self.context, SPAN, anchor_ids)[:, :max_new_tokens]
         threshold = model.confidence_threshold
         logits = model.base_logits(states, target)
         confidences = model.unroll(states, logits, anchor_ids, choice.choose, has_confidence=threshold > 0)
@@ -206,58 +202,6 @@ class AssistantOutput:
     cache: Session
 
 
-@torch.no_grad()
-def generate_candidates(
-    model: "DSparkModel",
-    input_ids: Tensor,
-    generation_config: GenerationConfig | None = None,
-    logits_processor: Sequence[Callable[[Tensor, Tensor], Tensor]] = (),
-    max_new_tokens: int | None = None,
-    attention_mask: Tensor | None = None,
-    cache: Session | None = None,
-    **kwargs: Any,
-) -> AssistantOutput:
-    """
-    The candidates of one round, for the loop of transformers.
-
-    In the first round no state of the target is known yet, and the confidence threshold may leave nothing: then there
-    are no candidates, and the loop takes a plain step.
-
-    Raises:
-        `ValueError`: for what that loop would get wrong, with a pointer to [`enable_speculation`].
-        `TypeError`: if a user calls it.
-    """
-    if generation_config is None or max_new_tokens is None or not generation_config.is_assistant:
-        raise TypeError(
-            "A DSpark drafter cannot generate alone: give it to its target, `target.generate(..., "
-            "assistant_model=drafter)`."
-        )
-    check_own_config(model)
-    if generation_config.stop_strings is not None:
-        raise ValueError(f"`stop_strings` are missed inside a block by transformers' assisted decoding; {POINTER}.")
-    session = Session(model) if cache is None else cache
-    choice = _Choice(input_ids, logits_processor, bool(generation_config.do_sample))
-    length = 0
-    if session.take_in(input_ids.shape[1] - 1, attention_mask):
-        length = session.draft(choice, min(max_new_tokens, _num_asked(model, generation_config)))
-    session.tap.arm()
-    sequences = torch.cat([input_ids, *(ids[:, None] for ids in choice.token_ids[:length])], dim=1)
-    return AssistantOutput(sequences, tuple(choice.scores[:length]) or (NoScores(),), session)
-
-
-def _num_asked(model: "DSparkModel", generation_config: GenerationConfig) -> int:
-    """The candidates that the call asks for; transformers itself reads the drafter's own number only."""
-    count, most = generation_config.num_assistant_tokens, model.config.num_candidates
-    if count is None or count == TRANSFORMERS_DEFAULT:
-        return most
-    if check_count("num_assistant_tokens", count) > most:
-        raise ValueError(
-            f"`num_assistant_tokens` has to be at most {most}, which is what a block of this drafter gives, but is "
-            f"{count}."
-        )
-    return count
-
-
 class _Choice:
     """The candidates of a round while they are chosen."""
 
@@ -288,3 +232,68 @@ class _Choice:
         self.token_ids.append(chosen_ids)
         self.scores.append(scores)
         return chosen_ids
+
+
+class StockAssistant(DSparkBlockModel):
+    """A drafter that fulfils what transformers' assisted decoding asks of an assistant."""
+
+    @torch.no_grad()
+    def generate(
+        self,
+        input_ids: Tensor,
+        generation_config: GenerationConfig | None = None,
+        logits_processor: Sequence[Callable[[Tensor, Tensor], Tensor]] = (),
+        max_new_tokens: int | None = None,
+        attention_mask: Tensor | None = None,
+        cache: Session | None = None,
+        **kwargs: Any,
+    ) -> AssistantOutput:
+        """
+        Called by transformers' assisted decoding, not by users: the candidates of one round.
+
+        In the first round no state of the target is known yet, and the confidence threshold may leave nothing: then
+        there are no candidates, and the loop takes a plain step.
+
+        Raises:
+            `ValueError`: for what that loop would get wrong, with a pointer to [`enable_speculation`].
+            `TypeError`: if a user calls it.
+        """
+        if generation_config is None or max_new_tokens is None or not generation_config.is_assistant:
+            raise TypeError(
+                "A DSpark drafter cannot generate alone: give it to its target, `target.generate(..., "
+                "assistant_model=drafter)`."
+            )
+        self.check_generation_config()
+        if generation_config.stop_strings is not None:
+            raise ValueError(
+                f"`stop_strings` are missed inside a block by transformers' assisted decoding; {POINTER}."
+            )
+        session = Session(self) if cache is None else cache
+        choice = _Choice(input_ids, logits_processor, bool(generation_config.do_sample))
+        length = 0
+        if session.take_in(input_ids.shape[1] - 1, attention_mask):
+            length = session.draft(choice, min(max_new_tokens, self._num_asked(generation_config)))
+        session.tap.arm()
+        sequences = torch.cat([input_ids, *(ids[:, None] for ids in choice.token_ids[:length])], dim=1)
+        return AssistantOutput(sequences, tuple(choice.scores[:length]) or (NoScores(),), session)
+
+    def _num_asked(self, generation_config: GenerationConfig) -> int:
+        """The candidates that the call asks for; transformers itself reads the drafter's own number only."""
+        count = generation_config.num_assistant_tokens
+        if count is None or count == TRANSFORMERS_DEFAULT:
+            return self.config.num_candidates
+        return self.config.checked_num_assistant_tokens(count)
+
+    def check_generation_config(self) -> None:
+        """Raises `ValueError` if the drafter's own generation config asks for what transformers rewrites in it."""
+        own = self.generation_config
+        if own.assistant_confidence_threshold:
+            raise ValueError(
+                f"`assistant_confidence_threshold` of the drafter's generation config is "
+                f"{own.assistant_confidence_threshold}; set `confidence_threshold` of the drafter itself."
+            )
+        if own.num_assistant_tokens_schedule not in (None, "constant"):
+            raise ValueError(
+                "`num_assistant_tokens_schedule` of the drafter's generation config has to be 'constant', but is "
+                f"{own.num_assistant_tokens_schedule!r}."
+            )

@@ -1,21 +1,17 @@
 """What a drafter takes from its target, whether they fit, and the settings of a new drafter for a target.
 
-Knows transformers models; of the drafter only its configuration and which of its tables are absent.
+Knows transformers models; of the drafter only its configuration and whether tables are absent.
 """
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 from transformers import PreTrainedModel
 
 from ..engine.model_facts import check_vocab_sizes, num_input_ids
 from ..engine.support import is_sharded
 from .configuration import DSparkConfig, check_tapped_layers
 from .layouts import FAMILY_TYPES, read_layout
-
-if TYPE_CHECKING:
-    from .modeling import DSparkModel
 
 NEW_DRAFTER = {
     "num_hidden_layers": 5,
@@ -57,12 +53,12 @@ def head_of(target: PreTrainedModel) -> nn.Linear:
     return head
 
 
-def check_target(model: "DSparkModel", target: PreTrainedModel) -> None:
+def check_target(config: DSparkConfig, target: PreTrainedModel, takes_tables: bool) -> None:
     """
-    Raises `ValueError` if the drafter cannot be for this target: another width, depth or vocabulary, layers that
-    cannot be tapped, or tables to be taken from a target whose parameters are spread over ranks.
+    Raises `ValueError` if a drafter cannot be for this target: another width, depth or vocabulary, layers that
+    cannot be tapped, or tables to be taken (`takes_tables`) from a target whose parameters are spread over ranks.
     """
-    config, target_config = model.config, target.config.get_text_config(decoder=True)
+    target_config = target.config.get_text_config(decoder=True)
     for what, own, other in (
         ("hidden size", config.hidden_size, target_config.hidden_size),
         ("number of target layers", config.num_target_layers, target_config.num_hidden_layers),
@@ -74,7 +70,7 @@ def check_target(model: "DSparkModel", target: PreTrainedModel) -> None:
             )
     check_tapped_layers(config.target_layer_ids, target_config.num_hidden_layers)
     check_vocab_sizes(target_config.vocab_size, config.vocab_size)
-    if model.embed_tokens is not None and model.lm_head is not None:
+    if not takes_tables:
         return
     rows = num_input_ids(target)
     if rows != config.vocab_size:
@@ -87,20 +83,6 @@ def check_target(model: "DSparkModel", target: PreTrainedModel) -> None:
             "The drafter takes its embeddings or head from the target, whose parameters are spread over ranks. Save "
             "it once with `share_weights(target)` and `save_pretrained`, so that it has its own."
         )
-
-
-def foreign_tables(model: "DSparkModel", target: PreTrainedModel) -> list[str]:
-    """Those of `embed_tokens` and `lm_head` that the drafter has of its own and that are no copies of the target's."""
-    pairs: dict[str, tuple[Any, Any]] = {"embed_tokens": (model.embed_tokens, target.get_input_embeddings())}
-    if model.config.draft_vocab_size is None:
-        pairs["lm_head"] = (model.lm_head, head_of(target))
-    return [name for name, (own, other) in pairs.items() if own is not None and not _is_copy(own.weight, other.weight)]
-
-
-def _is_copy(table: Tensor, other: Tensor) -> bool:
-    """Whether the rows that both have are equal in the type of `table`."""
-    rows = min(len(table), len(other))
-    return table.shape[1] == other.shape[1] and torch.equal(table[:rows], other[:rows].to(table))
 
 
 def settings_for_target(target: PreTrainedModel, mask_token_id: int, settings: dict[str, Any]) -> dict[str, Any]:

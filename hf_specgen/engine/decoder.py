@@ -18,7 +18,7 @@ from transformers.utils import ModelOutput
 from ..arguments import check_count
 from ..layers.attention import grouped_attention
 from .batch import Rows, forward, forward_last, padded
-from .drafter import Drafter, checked_block
+from .drafter import Drafter, checked_block, hidden_state_indices
 from .model_facts import check_ids, check_positions
 from .outcome import Outcome, Taken, settle
 from .request import Request
@@ -70,9 +70,10 @@ class Decoder:
         if not isinstance(model, nn.Module) or not hasattr(model, "config"):
             raise TypeError(f"`model` has to be a causal language model, but is a {type(model).__name__!r}.")
         if drafter is not None and not isinstance(drafter, Drafter):
-            wrapper = "DSparkDrafter" if hasattr(drafter, "make_drafter") else "CausalLMDrafter"
-            kind = type(drafter).__name__
-            raise TypeError(f"`drafter` has to be a `Drafter`, but is a {kind!r}. Wrap a draft model in `{wrapper}`.")
+            raise TypeError(
+                f"`drafter` has to be a `Drafter`, but is a {type(drafter).__name__!r}. Wrap a draft model in "
+                "`CausalLMDrafter`, a `DSparkModel` in `DSparkDrafter`."
+            )
         if on_round is not None and not callable(on_round):
             raise TypeError(f"`on_round` has to be callable, but is {on_round!r}.")
         check_count("max_batch_size", max_batch_size)
@@ -261,7 +262,7 @@ class Decoder:
 
     def _observed_states(self) -> dict[str, list[int]]:
         layer_ids = () if self.drafter is None else self.drafter.target_layer_ids
-        return {"output_hidden_states": [layer + 1 for layer in layer_ids]} if layer_ids else {}
+        return {"output_hidden_states": hidden_state_indices(layer_ids)} if layer_ids else {}
 
     def _finish_round(self, candidates: Candidates, outputs: ModelOutput, is_prefill: bool) -> list[Request]:
         self.stats.target_forwards += 1

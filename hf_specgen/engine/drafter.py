@@ -1,6 +1,7 @@
 """Drafter: the contract of what proposes candidates for a round."""
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
@@ -12,13 +13,18 @@ from .batch import Rows
 from .verification import Candidates
 
 
+def hidden_state_indices(layer_ids: Iterable[int]) -> list[int]:
+    """Where the outputs of layers stand in `hidden_states`, whose first entry is the embedding output (layer -1)."""
+    return [layer + 1 for layer in layer_ids]
+
+
 class Drafter(ABC):
     """
     What proposes candidates for a round. Three methods are the whole contract; `bind` may refuse a target.
 
     Attributes:
-        target_layer_ids (`tuple[int, ...]`): layers of the target whose output hidden states `observe` needs; layer
-            `i` is found as `outputs.hidden_states[i + 1]`.
+        target_layer_ids (`tuple[int, ...]`): layers of the target whose output `observe` needs, counted from 0, -1
+            for the embedding output; `hidden_state_indices` says where they stand in `outputs.hidden_states`.
         num_forwards (`int`): forward passes of the drafter so far.
         model (`PreTrainedModel`, *optional*): the causal language model that drafts, if there is one.
     """

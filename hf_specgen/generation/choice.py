@@ -1,6 +1,5 @@
 """What a call of `generate` gave as its drafter, and with which settings."""
 
-import copy
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,6 +9,9 @@ from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerB
 from ..arguments import check_count
 from ..drafters.causal_lm import CausalLMDrafter
 from ..drafters.lookup import PromptLookupDrafter
+from ..drafters.widths import ConfidenceThreshold
+from ..dspark import DSparkDrafter, DSparkModel
+from ..dspark.storage import check_threshold
 from ..engine.decoder import RoundHook
 from ..engine.drafter import Drafter
 from ..engine.model_facts import check_vocab_sizes, vocab_size
@@ -86,8 +88,14 @@ def reason_for_transformers(assistant_model: Any, config: GenerationConfig, has_
 
 
 def drafts_its_own_way(assistant_model: Any) -> bool:
-    """Whether this is a [`Drafter`] or a model that makes one, rather than a causal language model."""
-    return isinstance(assistant_model, Drafter) or hasattr(assistant_model, "make_drafter")
+    """Whether this is a [`Drafter`] or a [`DSparkModel`] rather than a causal language model."""
+    return isinstance(assistant_model, Drafter) or _dspark_model(assistant_model) is not None
+
+
+def _dspark_model(assistant_model: Any) -> DSparkModel | None:
+    """A DSpark drafter, compiled or not."""
+    model = assistant_model._orig_mod if isinstance(assistant_model, OptimizedModule) else assistant_model
+    return model if isinstance(model, DSparkModel) else None
 
 
 def make_drafter(
@@ -114,11 +122,8 @@ def make_drafter(
     if isinstance(assistant_model, Drafter):
         settings.refuse_said(set(), "a `Drafter` carries its own settings")
         return assistant_model
-    if hasattr(assistant_model, "make_drafter"):
-        config = copy.copy(config)
-        for name in ASSISTANT_SETTINGS:  # what nobody said is None again
-            setattr(config, name, getattr(settings, name))
-        return assistant_model.make_drafter(config)
+    if (dspark_model := _dspark_model(assistant_model)) is not None:
+        return _dspark_drafter(dspark_model, settings)
     is_model = isinstance(assistant_model, (PreTrainedModel, OptimizedModule))
     if not is_model and not hasattr(assistant_model, "get_base_model"):
         raise TypeError(f"`assistant_model` has to be a model or a `Drafter`, but is {assistant_model!r}.")
@@ -130,6 +135,21 @@ def make_drafter(
         "confidence_threshold": _first(settings.assistant_confidence_threshold, own.assistant_confidence_threshold),
     }
     return CausalLMDrafter(assistant_model, **{name: value for name, value in asked.items() if value is not None})
+
+
+def _dspark_drafter(model: DSparkModel, settings: SpeculationSettings) -> DSparkDrafter:
+    if settings.num_assistant_tokens_schedule not in (None, "constant"):
+        raise ValueError(
+            "`num_assistant_tokens_schedule` has to be 'constant' for a DSpark drafter, whose block is always drafted "
+            f"whole, but is {settings.num_assistant_tokens_schedule!r}."
+        )
+    if settings.max_matching_ngram_size is not None:
+        raise ValueError("`max_matching_ngram_size` is for prompt lookup; a DSpark drafter has no use for it.")
+    model.check_generation_config()
+    threshold = _first(settings.assistant_confidence_threshold, model.confidence_threshold)
+    policy = ConfidenceThreshold(threshold) if check_threshold(threshold) > 0 else None
+    count = _first(settings.num_assistant_tokens, model.generation_config.num_assistant_tokens)
+    return DSparkDrafter(model, count, policy)
 
 
 def _check_vocabularies(target: PreTrainedModel, draft: Any, tokenizer: PreTrainedTokenizerBase | None) -> None:

@@ -4,7 +4,6 @@ import copy
 
 import pytest
 import torch
-from torch import nn
 from transformers import LogitsProcessorList, TemperatureLogitsWarper
 
 from hf_specgen import (
@@ -16,7 +15,6 @@ from hf_specgen import (
     FrequencyPenalty,
     PromptLookupDrafter,
     Request,
-    enable_speculation,
 )
 from hf_specgen.drafters.causal_lm import LONG_PREFILL
 from hf_specgen.engine.batch import Rows
@@ -353,17 +351,3 @@ def test_drafter_that_drafts_nothing_leaves_plain_decoding(llama):
 
     stats = assert_same_as_plain(llama, left_padded([6, 1]), {"assistant_model": Silent()}, max_new_tokens=12)
     assert stats.drafting_rounds == 0 and stats.mean_accepted_length == 0.0 and stats.target_forwards == 12
-
-
-def test_model_with_make_drafter_brings_its_own(llama):
-    class Bringing(nn.Module):
-        def make_drafter(self, generation_config):
-            self.num_asked = generation_config.num_assistant_tokens
-            return PromptLookupDrafter(self.num_asked)
-
-    model, draft, batch = enable_speculation(copy.deepcopy(llama)), Bringing(), left_padded([6, 1])
-    settings = {"assistant_model": draft, "num_assistant_tokens": 3, "max_new_tokens": 24}
-    actual = model.generate(**batch, **settings, trace=True)
-    assert actual.tolist() == llama.generate(**batch, max_new_tokens=24).tolist()
-    assert draft.num_asked == max(len(trace.proposed) for trace in model.speculation_stats.traces) == 3
-    assert_partly_accepted(model.speculation_stats)

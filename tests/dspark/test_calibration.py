@@ -27,7 +27,7 @@ from hf_specgen.dspark.calibration import (
     fit_temperatures,
 )
 from hf_specgen.dspark.modeling import DSparkModel
-from hf_specgen.dspark.reliability import plot_reliability
+from hf_specgen.dspark.reliability_plot import plot_reliability
 from hf_specgen.engine import Verification
 from hf_specgen.engine.batch import Failure, Rows
 from tests.support.models import EOS, assert_partly_accepted, character_tokenizer, make_model, noisy_copy

@@ -19,7 +19,6 @@ from hf_specgen import (
     enable_speculation,
 )
 from hf_specgen.drafters import ConfidenceThreshold
-from hf_specgen.dspark.drafter import draft_block
 from hf_specgen.engine.request import PaddedBatch
 from hf_specgen.layers.slot_cache import SlotCache
 from tests.support.decoding import Fails, make_requests, plain_text, rules, run
@@ -200,7 +199,7 @@ def block_after(model: DSparkModel, target, context: list[int], anchors: torch.T
     write = cache.begin(span, count, len(context), torch.device("cpu"))
     model.write_context(tapped(model, target, context), cache, write.position_ids)
     cache.advance(span, count)
-    return draft_block(model, target, cache, span, anchors)
+    return model.draft_block(target, cache, span, anchors)
 
 
 @pytest.mark.parametrize("sizes", [(72, 64), (64, 72)], ids=str)

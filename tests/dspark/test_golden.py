@@ -10,7 +10,6 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from hf_specgen import DSparkModel, enable_speculation
-from hf_specgen.dspark.drafter import draft_block
 from hf_specgen.layers.slot_cache import SlotCache
 
 GOLDEN = Path(__file__).parents[3] / "shared" / "golden"
@@ -199,7 +198,7 @@ def test_gemma4_rounds_equal_the_reference(variant):
             draft.write_context(features, cache, write.position_ids)
             cache.advance(span, count)
             assert int(cache.lengths[0]) == int(expected["start"])
-            states = draft_block(draft, None, cache, span, expected["anchor"])
+            states = draft.draft_block(None, cache, span, expected["anchor"])
             base_logits = draft.base_logits(states)
             logits: list[torch.Tensor] = []
 

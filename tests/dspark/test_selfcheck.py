@@ -14,7 +14,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
 from hf_specgen import DSparkModel
-from hf_specgen.dspark import selfcheck
+from hf_specgen.dspark import check_drafter, selfcheck
 from tests.support.models import character_tokenizer, cycle_model
 
 GOLDEN = Path(__file__).parents[3] / "shared" / "golden"
@@ -106,7 +106,7 @@ def poisonable_drafter(target: PreTrainedModel, **wrong) -> DSparkModel:
 
 @torch.no_grad()
 def test_nothing_is_found_wrong_with_a_good_drafter(target, tokenizer):
-    check = poisonable_drafter(target).check(target, tokenizer, PROMPTS)
+    check = check_drafter(poisonable_drafter(target), target, tokenizer, PROMPTS)
     print(check)
     assert check.findings == () and check.alternatives == {}
     assert check.mean_accepted_length > 2.8
@@ -123,7 +123,7 @@ def test_nothing_is_found_wrong_with_a_markov_head_that_knows_the_bigrams(tokeni
     model.markov_head.markov_w1.weight.copy_(torch.eye(VOCAB))
     model.markov_head.markov_w2.weight.zero_()
     model.markov_head.markov_w2.weight[permutation, torch.arange(VOCAB)] = 10.0
-    check = model.check(target, tokenizer, PROMPTS)
+    check = check_drafter(model, target, tokenizer, PROMPTS)
     assert check.findings == () and check.mean_accepted_length > 5
 
 
@@ -140,7 +140,7 @@ def test_nothing_is_found_wrong_with_a_markov_head_that_knows_the_bigrams(tokeni
 def test_a_wrong_setting_is_named(target, tokenizer, wrong, words):
     model = poisonable_drafter(target, **wrong)
     before = model.config.to_dict()
-    check = model.check(target, tokenizer, PROMPTS)
+    check = check_drafter(model, target, tokenizer, PROMPTS)
     print(check)
     assert check.mean_accepted_length < 1.5
     (finding,) = check.findings
@@ -161,17 +161,17 @@ def test_best_of_several_is_named_if_it_is_clearly_better(target, tokenizer, mon
         return lengths[changed[0]] if changed else 1.25
 
     monkeypatch.setattr(selfcheck, "_mean_accepted_length", scripted)
-    (finding,) = original.check(target, tokenizer, PROMPTS).findings
+    (finding,) = check_drafter(original, target, tokenizer, PROMPTS).findings
     assert finding.startswith("With `sample_from_anchor` False it drafts 1.60 instead of 1.25 tokens per round")
     lengths["sample_from_anchor"] = 1.43  # not by enough
-    (finding,) = original.check(target, tokenizer, PROMPTS).findings
+    (finding,) = check_drafter(original, target, tokenizer, PROMPTS).findings
     assert finding.startswith("No other setting helps")
 
 
 def test_what_is_advised_is_true(target, tokenizer):
     model = poisonable_drafter(target, mask_token_id=12)
     model.config.mask_token_id = 13
-    assert model.check(target, tokenizer, PROMPTS).findings == ()
+    assert check_drafter(model, target, tokenizer, PROMPTS).findings == ()
 
 
 @torch.no_grad()
@@ -179,7 +179,7 @@ def test_what_is_advised_is_true(target, tokenizer):
 def test_foreign_tables_are_named_although_the_drafter_is_good(target, tokenizer, name):
     model = poisonable_drafter(target)
     getattr(model, name).weight[12, 1] += 1e-3  # an unassigned id
-    check = model.check(target, tokenizer, PROMPTS)
+    check = check_drafter(model, target, tokenizer, PROMPTS)
     assert check.mean_accepted_length >= 2.0
     (finding,) = check.findings
     assert finding.startswith(f"`{name}` differs from the target's: the drafter was made for another target")
@@ -190,15 +190,15 @@ def test_foreign_tables_of_another_target_are_named(target, tokenizer):
     other = copy.deepcopy(target)
     other.lm_head.weight.normal_(generator=torch.Generator().manual_seed(0))
     other.model.embed_tokens.weight.normal_(generator=torch.Generator().manual_seed(1))
-    check = poisonable_drafter(target).check(other, tokenizer, PROMPTS)
+    check = check_drafter(poisonable_drafter(target), other, tokenizer, PROMPTS)
     assert [finding.split()[0] for finding in check.findings[:2]] == ["`embed_tokens`", "`lm_head`"]
 
 
 def test_shared_and_absent_tables_are_not_foreign(target, tokenizer):
     model = poisonable_drafter(target).share_weights(target)
-    assert model.check(target, tokenizer, PROMPTS).findings == ()
+    assert check_drafter(model, target, tokenizer, PROMPTS).findings == ()
     model.embed_tokens = model.lm_head = None
-    assert model.check(target, tokenizer, PROMPTS).findings == ()
+    assert check_drafter(model, target, tokenizer, PROMPTS).findings == ()
 
 
 @torch.no_grad()
@@ -207,7 +207,7 @@ def test_tables_in_another_type_are_not_foreign(target, tokenizer):
     wide.lm_head.weight.mul_(1.001)  # no number of bf16
     model = poisonable_drafter(target)
     model.lm_head.weight.copy_(wide.lm_head.weight)
-    assert model.bfloat16().check(wide, tokenizer, PROMPTS).findings == ()
+    assert check_drafter(model.bfloat16(), wide, tokenizer, PROMPTS).findings == ()
 
 
 @torch.no_grad()
@@ -215,7 +215,7 @@ def test_tables_of_a_padded_vocabulary_are_not_foreign(target, tokenizer):
     padded = copy.deepcopy(target)
     padded.resize_token_embeddings(VOCAB + 2, mean_resizing=False)
     padded.lm_head.weight[VOCAB:] = -10.0
-    check = poisonable_drafter(target).check(padded, tokenizer, PROMPTS)
+    check = check_drafter(poisonable_drafter(target), padded, tokenizer, PROMPTS)
     assert check.mean_accepted_length >= 2.0
     assert check.findings == ()
 
@@ -232,7 +232,7 @@ def untrained(target: PreTrainedModel, **settings) -> DSparkModel:
 
 def test_nothing_helps_an_untrained_drafter(target, tokenizer):
     model = untrained(target)
-    check = model.check(target, tokenizer, PROMPTS)
+    check = check_drafter(model, target, tokenizer, PROMPTS)
     assert check.mean_accepted_length < 1.5
     (finding,) = check.findings
     assert finding.startswith("No other setting helps. The drafter may be untrained, made for another target")
@@ -242,26 +242,26 @@ def test_nothing_helps_an_untrained_drafter(target, tokenizer):
 
 def test_settings_that_the_target_does_not_have_are_not_tried(target, tokenizer):
     whole = untrained(target, target_layer_ids=[-1, 0, 1, 2])
-    tried = whole.check(target, tokenizer, PROMPTS).alternatives
+    tried = check_drafter(whole, target, tokenizer, PROMPTS).alternatives
     assert not [name for name in tried if "target_layer_ids" in name], "there is no layer to shift to"
     single = untrained(target, block_size=1)
-    tried = single.check(target, tokenizer, PROMPTS).alternatives
+    tried = check_drafter(single, target, tokenizer, PROMPTS).alternatives
     assert not [name for name in tried if "sample_from_anchor" in name], "a block of one slot has one layout"
 
 
 def test_own_prompts_are_drawn_by_default(target, tokenizer):
-    check = poisonable_drafter(target).check(target, tokenizer)
+    check = check_drafter(poisonable_drafter(target), target, tokenizer)
     assert check.mean_accepted_length > 2.8 and check.findings == ()
 
 
 def test_drafter_for_another_target_is_refused(target, tokenizer):
     with pytest.raises(ValueError, match="belongs to another target"):
-        poisonable_drafter(target).check(cycle_model(list(range(VOCAB))), tokenizer, PROMPTS)
+        check_drafter(poisonable_drafter(target), cycle_model(list(range(VOCAB))), tokenizer, PROMPTS)
 
 
 def test_target_is_left_as_it_was(target, tokenizer):
     before = (type(target), set(vars(target)), target.training, target.config.to_dict())
-    poisonable_drafter(target, mask_token_id=3).check(target, tokenizer, PROMPTS)
+    check_drafter(poisonable_drafter(target, mask_token_id=3), target, tokenizer, PROMPTS)
     assert (type(target), set(vars(target)), target.training, target.config.to_dict()) == before
     assert not target._forward_hooks and not target._forward_pre_hooks
 
@@ -298,7 +298,7 @@ REFERENCES = ["dspark_tiny/dspark_vanilla", "other_layouts/dflash_zlab"]
 @needs_golden
 @pytest.mark.parametrize("name", REFERENCES)
 def test_reference_drafter_is_good(golden_target, byte_tokenizer, name):
-    check = DSparkModel.from_pretrained(GOLDEN / name).check(golden_target, byte_tokenizer, SOURCE)
+    check = check_drafter(DSparkModel.from_pretrained(GOLDEN / name), golden_target, byte_tokenizer, SOURCE)
     print(check)
     assert check.mean_accepted_length >= 2.0 and check.findings == ()
 
@@ -321,7 +321,7 @@ def test_reference_drafter_with_a_wrong_setting(golden_target, byte_tokenizer, n
     model = DSparkModel.from_pretrained(GOLDEN / name)
     for field, value in wrong.items():
         setattr(model.config, field, value)
-    check = model.check(golden_target, byte_tokenizer, FRAGMENTS)
+    check = check_drafter(model, golden_target, byte_tokenizer, FRAGMENTS)
     print(check)
     assert any(finding.startswith(f"With {words} it drafts") for finding in check.findings)
 
@@ -330,6 +330,6 @@ def test_reference_drafter_with_a_wrong_setting(golden_target, byte_tokenizer, n
 def test_wrong_layout_that_costs_a_quarter_is_named(golden_target, byte_tokenizer):
     model = DSparkModel.from_pretrained(GOLDEN / REFERENCES[0])
     model.config.sample_from_anchor = False
-    check = model.check(golden_target, byte_tokenizer, SOURCE)
+    check = check_drafter(model, golden_target, byte_tokenizer, SOURCE)
     print(check)
     assert any(finding.startswith("With `sample_from_anchor` True") for finding in check.findings)

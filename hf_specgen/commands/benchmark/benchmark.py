@@ -30,6 +30,7 @@ from rich.table import Table
 from transformers import HfArgumentParser, PreTrainedTokenizerBase, set_seed
 
 from hf_specgen import DecodingStats, DSparkModel, __version__, tune_linears
+from hf_specgen.dspark import check_drafter
 from hf_specgen.prompts.sources import encode_prompt, load_prompts
 
 from ..loading import load_draft_model, load_model, noisy_draft
@@ -233,7 +234,7 @@ def check_draft_model(
     draft = draft_kwargs.get("assistant_model")
     if not setting.is_main or not isinstance(draft, DSparkModel):
         return {}
-    return {"drafter_check": asdict(draft.check(setting.model, tokenizer))}
+    return {"drafter_check": asdict(check_drafter(draft, setting.model, tokenizer))}
 
 
 def merged(lines: list[Measurement]) -> list[dict[str, Any]]:
