@@ -1,4 +1,4 @@
-from hf_specgen.commands.profile import main
+from hf_specgen.commands.runner import run
 
 if __name__ == "__main__":
-    main()
+    run("profile")

@@ -1,4 +1,4 @@
-from hf_specgen.commands.train_with_generation_eval import main
+from hf_specgen.commands.runner import run
 
 if __name__ == "__main__":
-    main()
+    run("train_with_generation_eval")

@@ -1,21 +1,9 @@
-"""
-Trains a tiny model to write dates, and shows what it writes as it learns. Under a minute on one CPU core:
-
-    python scripts/train_with_generation_eval.py
-    torchrun --nproc-per-node 2 scripts/train_with_generation_eval.py
-    accelerate launch --num_processes 1 scripts/train_with_generation_eval.py --max_steps 1000 --backend speculative
-
-It needs no download: "5th of March 1987 is" goes on with " 1987-03-05", and the model reads bytes. The best model is
-the one that writes most dates right, not the one of the lowest loss, and is loaded at the end. `torchrun` starts
-processes on a CPU, either command does on GPUs. Prints samples at each evaluation, a table, and as the last line of
-stdout one JSON object; draws curves, and keeps all texts as JSONL in `completions`.
-"""
+"""Trains a tiny model to write dates with transformers' Trainer, which evaluates it by what it writes."""
 
 import calendar
 import json
 import random
 import time
-from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -27,7 +15,6 @@ from rich.console import Console
 from rich.table import Table
 from transformers import (
     DataCollatorForSeq2Seq,
-    HfArgumentParser,
     LlamaConfig,
     LlamaForCausalLM,
     PreTrainedTokenizerBase,
@@ -38,55 +25,16 @@ from transformers import (
 )
 
 from hf_specgen import SamplingParams
-from trainers import GenerationEvalCallback
 
-from .benchmark.benchmark import start_processes
-from .loading import byte_tokenizer
+from .models import byte_tokenizer
+from .options.train_with_generation_eval import NUM_TEXTS, TrainArguments
+from .processes import start_processes
 
 METRIC = "exact_match"
-NUM_TEXTS = 8000
 YEARS = range(1900, 2100)
 
 
-@dataclass
-class TrainArguments:
-    output_dir: str = field(default="train_with_generation_eval", metadata={"help": "Checkpoints, texts and curves."})
-    max_steps: int = field(default=400, metadata={"help": "Optimizer steps."})
-    eval_steps: int = field(default=40, metadata={"help": "Steps between evaluations."})
-    batch_size: int = field(default=32, metadata={"help": "Texts per step and process."})
-    learning_rate: float = field(default=2e-3, metadata={"help": "The highest one."})
-    num_prompts: int = field(default=128, metadata={"help": "Prompts per evaluation, none of them in training."})
-    num_shown: int = field(default=3, metadata={"help": "Texts printed at each evaluation."})
-    backend: str = field(default="batched", metadata={"help": "'eager', 'batched' or 'speculative'."})
-    seed: int = field(default=0, metadata={"help": "Seeds the model, the texts and their order."})
-    plot: str = field(default="curves.png", metadata={"help": "The curves' file in `output_dir`; '' draws none."})
-
-    def __post_init__(self) -> None:
-        if self.eval_steps < 1 or self.max_steps < 1 or self.max_steps % self.eval_steps:
-            raise ValueError(
-                "`max_steps` has to be a multiple of `eval_steps`, so that the last model is evaluated, but they are "
-                f"{self.max_steps} and {self.eval_steps}."
-            )
-        if not 1 <= self.num_prompts < NUM_TEXTS:
-            raise ValueError(f"`num_prompts` has to be between 1 and {NUM_TEXTS - 1}, but is {self.num_prompts}.")
-        if self.backend not in ("eager", "batched", "speculative"):
-            raise ValueError(f"`backend` has to be 'eager', 'batched' or 'speculative', but is {self.backend!r}.")
-        if self.plot and find_spec("matplotlib") is None:
-            raise ValueError("`plot` needs matplotlib: `pip install matplotlib`, or give `--plot ''`.")
-
-    @property
-    def folder(self) -> Path:
-        """Where everything goes."""
-        return Path(self.output_dir)
-
-    @property
-    def completions(self) -> Path:
-        """Where the texts of each evaluation are kept."""
-        return self.folder / "completions"
-
-
-def main() -> None:
-    (args,) = HfArgumentParser(TrainArguments).parse_args_into_dataclasses()
+def main(args: TrainArguments) -> None:
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     state = start_processes()
@@ -140,6 +88,8 @@ def encode(text: dict[str, str], tokenizer: PreTrainedTokenizerBase) -> dict[str
 
 def make_trainer(args: TrainArguments) -> Trainer:
     """A Trainer that evaluates by generating."""
+    from trainers import GenerationEvalCallback
+
     tokenizer = byte_tokenizer(is_padding_first=False)
     tokenizer.add_special_tokens({"eos_token": "</s>"})
     texts = make_texts(args.seed)
@@ -166,7 +116,7 @@ def make_trainer(args: TrainArguments) -> Trainer:
 
 def training_arguments(args: TrainArguments) -> TrainingArguments:
     return TrainingArguments(
-        output_dir=args.output_dir,
+        output_dir=str(args.folder),
         max_steps=args.max_steps,
         per_device_train_batch_size=args.batch_size,
         per_device_eval_batch_size=args.batch_size,
@@ -262,7 +212,3 @@ def draw_curves(
         axes.grid(alpha=0.3)
         axes.legend()
     figure.savefig(file, dpi=150)
-
-
-if __name__ == "__main__":
-    main()

@@ -2,7 +2,7 @@
 
 from .causal_lm import CausalLMDrafter
 from .lookup import PromptLookupDrafter
-from .step_costs import StepCosts, profile_step_costs
+from .step_costs import StepCosts, profile_step_costs, time_now
 from .widths import ConfidenceThreshold, DraftLengthPolicy, ThroughputScheduler, VerifyAll
 
 __all__ = [
@@ -14,4 +14,5 @@ __all__ = [
     "ThroughputScheduler",
     "VerifyAll",
     "profile_step_costs",
+    "time_now",
 ]

@@ -3,6 +3,7 @@
 from .backend import GenerationBackend
 from .backends import backend_kind, get_generation_backend
 from .completion import Completion
+from .detokenizer import TextAssembler
 from .openai_request import from_openai
 from .prompt_encoder import Prompt, PromptEncoder
 from .sampling_params import SamplingParams
@@ -13,6 +14,7 @@ __all__ = [
     "Prompt",
     "PromptEncoder",
     "SamplingParams",
+    "TextAssembler",
     "backend_kind",
     "from_openai",
     "get_generation_backend",

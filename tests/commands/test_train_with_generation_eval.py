@@ -1,21 +1,17 @@
 """The example as a user starts it: what it prints, keeps and draws."""
 
-import importlib
 import json
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
-from tests.commands.test_commands import report_of, start
+from hf_specgen.commands import train_with_generation_eval as command
+from hf_specgen.commands.options.train_with_generation_eval import NUM_TEXTS
+from tests.support.launching import report_of, start_script
 
 NAME = "train_with_generation_eval"
 SHORT = "--max_steps 20 --eval_steps 10 --num_prompts 7 --num_shown 1 --plot".split()
-
-
-@pytest.fixture
-def script(monkeypatch):
-    return importlib.import_module(f"hf_specgen.commands.{NAME}")
 
 
 def texts_at(folder: Path, step: int, name: str = "eval") -> list[dict]:
@@ -23,34 +19,11 @@ def texts_at(folder: Path, step: int, name: str = "eval") -> list[dict]:
         return [json.loads(line) for line in lines]
 
 
-@pytest.mark.parametrize(
-    "arguments, sentence",
-    [
-        ({"max_steps": 50, "eval_steps": 20}, "`max_steps` has to be a multiple of `eval_steps`.* 50 and 20"),
-        ({"eval_steps": 0}, "`max_steps` has to be a multiple of `eval_steps`"),
-        ({"num_prompts": 0}, "`num_prompts` has to be between 1 and 7999, but is 0"),
-        ({"num_prompts": 8000}, "`num_prompts` has to be between 1 and 7999, but is 8000"),
-        ({"backend": "dspark"}, "`backend` has to be 'eager', 'batched' or 'speculative', but is 'dspark'"),
-    ],
-    ids=str,
-)
-def test_arguments_that_cannot_work_are_refused(script, arguments, sentence):
-    with pytest.raises(ValueError, match=sentence):
-        script.TrainArguments(**arguments, plot="")
-
-
-def test_a_plot_needs_matplotlib(script, monkeypatch):
-    monkeypatch.setattr(script, "find_spec", lambda name: None)
-    with pytest.raises(ValueError, match="`plot` needs matplotlib"):
-        script.TrainArguments()
-    script.TrainArguments(plot="")
-
-
-def test_texts_are_dates_and_none_is_there_twice(script):
-    texts = script.make_texts(seed=0)
-    assert texts == script.make_texts(seed=0) != script.make_texts(seed=1)
-    assert len(texts) == len({text["completion"] for text in texts}) == script.NUM_TEXTS
-    by_date = {text["completion"]: text["prompt"] for text in script.make_texts(seed=0)}
+def test_texts_are_dates_and_none_is_there_twice():
+    texts = command.make_texts(seed=0)
+    assert texts == command.make_texts(seed=0) != command.make_texts(seed=1)
+    assert len(texts) == len({text["completion"] for text in texts}) == NUM_TEXTS
+    by_date = {text["completion"]: text["prompt"] for text in texts}
     for completion, prompt in by_date.items():
         year, _, day = completion.strip().split("-")
         assert prompt.endswith(" is") and year in prompt and str(int(day)) in prompt
@@ -62,7 +35,9 @@ def test_texts_are_dates_and_none_is_there_twice(script):
 @pytest.mark.distributed
 def test_two_processes_share_the_prompts(tmp_path):
     launcher = ("-m", "torch.distributed.run", "--nproc-per-node", "2")
-    report = report_of(start(NAME, "--output_dir", str(tmp_path), *SHORT, "", launcher=launcher))
+    done = start_script(NAME, "--output_dir", str(tmp_path), *SHORT, "", launcher=launcher)
+    assert done.returncode == 0, done.stderr[-4000:]
+    report = report_of(done.stdout)
     assert report["num_processes"] == 2
     assert report["best_step"] in (10, 20)
     assert report["loaded"]["exact_match"] == report["best_exact_match"]
@@ -73,8 +48,9 @@ def test_two_processes_share_the_prompts(tmp_path):
 @pytest.mark.slow
 def test_texts_get_better_and_the_best_model_is_loaded(tmp_path):
     plot = "curves.png" if find_spec("matplotlib") else ""
-    done = start(NAME, "--output_dir", str(tmp_path), "--max_steps", "240", "--plot", plot)
-    report = report_of(done)
+    done = start_script(NAME, "--output_dir", str(tmp_path), "--max_steps", "240", "--plot", plot)
+    assert done.returncode == 0, done.stderr[-4000:]
+    report = report_of(done.stdout)
     right = {
         step: sum(text["completion"] == text["reference"] for text in texts_at(tmp_path, step)) / 128
         for step in range(0, 241, 40)

@@ -1,4 +1,4 @@
-"""What `benchmark.py` measures of evaluation in a Trainer: a loop over padded batches, and the callback's generation.
+"""What `benchmark` measures of evaluation in a Trainer: a loop over padded batches, and the callback's generation.
 
 Both get the same texts, start from the same weights and end with all texts on all processes.
 """
@@ -14,10 +14,9 @@ from accelerate.utils import gather_object
 from transformers import PreTrainedTokenizerBase
 
 from hf_specgen import SamplingParams
-from hf_specgen.prompts.sources import load_prompts
-from trainers import EvalGeneration, preserved
+from hf_specgen.prompts import load_prompts
 
-from .cases import Setting
+from .measuring import Setting
 
 NUM_PROMPTS, NUM_NEW_TOKENS, BATCH_SIZE = 64, 64, 8
 
@@ -27,6 +26,8 @@ def evaluation_case(setting: Setting, tokenizer: PreTrainedTokenizerBase) -> dic
     Seconds of one evaluation, on the slowest process, in turns; how many texts are equal. Beside the wall time stands
     that of the processor, which says what a busy machine hides.
     """
+    from trainers import EvalGeneration, preserved
+
     prompts = evaluation_prompts(NUM_PROMPTS)
     params = SamplingParams(max_new_tokens=NUM_NEW_TOKENS, temperature=0, ignore_eos=True)
     generations = {

@@ -1,4 +1,4 @@
-"""What the benchmark measures of door two: ragged requests through backends, and what streaming costs."""
+"""What `benchmark` measures of backends: ragged requests through them, and what streaming costs."""
 
 import statistics
 import time
@@ -9,19 +9,18 @@ from typing import Any
 import torch
 from transformers import ContinuousBatchingConfig, PreTrainedTokenizerBase
 
-from hf_specgen import SamplingParams, get_generation_backend
-from hf_specgen.engine.stats import DecodingStats
-from hf_specgen.serving.backend import GenerationBackend
-from hf_specgen.serving.detokenizer import TextAssembler
+from hf_specgen import DecodingStats, SamplingParams, get_generation_backend
+from hf_specgen.serving import GenerationBackend, TextAssembler
 
-from .cases import Measurement, Outputs, Runner, Setting, measure, ragged_budgets, ragged_padded
+from .decoding_cases import ragged_budgets, ragged_padded
+from .measuring import Measurement, Outputs, Runner, Setting, measure
 
 PAGE_SIZE = 16
 ASSEMBLED = (2_500, 10_000)  # tokens
 
 
 def serving_case(
-    setting: Setting, tokenizer: PreTrainedTokenizerBase, seats: int, drafting: dict[str, Any]
+    setting: Setting, tokenizer: PreTrainedTokenizerBase, slots: int, drafting: dict[str, Any]
 ) -> list[Measurement]:
     """
     Ragged prompts with ragged budgets, greedy, without eos: padded `generate` in batches, transformers' continuous
@@ -36,16 +35,16 @@ def serving_case(
         assert backend.stats.target_forwards > before, "the backend has decoded"
         return [list(completion.token_ids) for completion in completions], sum_of(completions)
 
-    plain = {"max_batch_size": seats, "mask_undecodable": False}
+    plain = {"max_batch_size": slots, "mask_undecodable": False}
     batched = get_generation_backend("batched", setting.model, tokenizer, **plain)
     speculative = get_generation_backend("speculative", setting.model, tokenizer, **plain, **drafting)
     order = list(range(len(budgets)))
-    runners = [Runner(f"padded generate in batches of {seats}", lambda: ragged_padded(setting, budgets, order, seats))]
-    with continuous_batching(setting, budgets, seats) as run_transformers:
+    runners = [Runner(f"padded generate in batches of {slots}", lambda: ragged_padded(setting, budgets, order, slots))]
+    with continuous_batching(setting, budgets, slots) as run_transformers:
         runners.append(Runner("transformers' continuous batching", run_transformers))
         runners.append(Runner("batched", lambda: through(batched)))
         runners.append(Runner("batched, speculative", lambda: through(speculative)))
-        return measure(runners, setting, seats)
+        return measure(runners, setting, slots)
 
 
 def sum_of(completions: list) -> DecodingStats:
@@ -54,17 +53,17 @@ def sum_of(completions: list) -> DecodingStats:
 
 
 @contextmanager
-def continuous_batching(setting: Setting, budgets: list[int], seats: int) -> Iterator[Any]:
+def continuous_batching(setting: Setting, budgets: list[int], slots: int) -> Iterator[Any]:
     """
     A function that decodes all prompts with transformers' manager, which is set up once, outside of what is timed, and
-    gets as many blocks as the longest requests of all seats need.
+    gets as many blocks as the longest requests of all slots need.
     """
     longest = max(len(prompt) + budget for prompt, budget in zip(setting.prompts, budgets))
     config = ContinuousBatchingConfig(
         page_size=PAGE_SIZE,
-        num_blocks=seats * (longest // PAGE_SIZE + 2),
-        max_batch_tokens=max(512, seats, max(map(len, setting.prompts))),
-        max_requests_per_batch=seats,
+        num_blocks=slots * (longest // PAGE_SIZE + 2),
+        max_batch_tokens=max(512, slots, max(map(len, setting.prompts))),
+        max_requests_per_batch=slots,
     )
     model, eos = setting.model, setting.model.generation_config.eos_token_id
     attention = model.config._attn_implementation

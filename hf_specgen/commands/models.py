@@ -1,8 +1,12 @@
-"""Models, drafts and prompts for the scripts, by name."""
+"""Models, drafts and batches for the commands, by name."""
 
 import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 
 import torch
+from huggingface_hub import is_offline_mode
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     AutoModelForCausalLM,
@@ -17,10 +21,10 @@ from transformers import (
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from hf_specgen import DSparkModel
-from hf_specgen.dspark.layouts import is_drafter
-from hf_specgen.embedded.model import load_embedded_model
+from hf_specgen.dspark import is_drafter
+from hf_specgen.embedded import load_embedded_model
 
-EMBEDDED, SMALL, BYTES = "smollm2", "small", "bytes"
+from .options.checks import BYTES, EMBEDDED, SMALL
 
 
 def load_model(name: str, tokenizer_name: str | None = None) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
@@ -32,21 +36,46 @@ def load_model(name: str, tokenizer_name: str | None = None) -> tuple[PreTrained
             or whatever `from_pretrained` takes.
         tokenizer_name (`str`, *optional*): where its tokenizer is, if not there; `"bytes"` for models whose ids are
             bytes.
+
+    Raises:
+        `ValueError`: if there is no such model, naming it, and saying so where the hub was not asked.
     """
     if name == EMBEDDED:
         return load_embedded_model()
     if name == SMALL:
         return small_model(), byte_tokenizer()
-    model = AutoModelForCausalLM.from_pretrained(name, dtype="auto").eval()
     if tokenizer_name == BYTES:
-        return model, byte_tokenizer(is_padding_first=False)
-    return model, AutoTokenizer.from_pretrained(name if tokenizer_name is None else tokenizer_name)
+        tokenizer = byte_tokenizer(is_padding_first=False)
+    else:  # before the model, which takes longer
+        source = name if tokenizer_name is None else tokenizer_name
+        with loading("model" if tokenizer_name is None else "tokenizer", source):
+            tokenizer = AutoTokenizer.from_pretrained(source)
+    with loading("model", name):
+        model = AutoModelForCausalLM.from_pretrained(name, dtype="auto").eval()
+    return model, tokenizer
+
+
+@contextmanager
+def loading(role: str, name: str) -> Iterator[None]:
+    """Says which model could not be loaded."""
+    try:
+        yield
+    except (OSError, ValueError) as error:
+        if Path(name).exists():
+            raise ValueError(f"The {role} in {name!r} cannot be loaded: {error}") from error
+        if is_offline_mode():
+            raise ValueError(
+                f"The {role} {name!r} is no folder here and not in the hub's cache on this machine, and the hub is "
+                "not asked, because `HF_HUB_OFFLINE` is set."
+            ) from error
+        raise ValueError(f"The {role} {name!r} is no folder here, and the hub does not give it: {error}") from error
 
 
 def load_draft_model(name: str, target: PreTrainedModel) -> PreTrainedModel:
     """A drafter for `target`: a DSpark or DFlash checkpoint in any layout, or a smaller causal language model."""
-    model_class = DSparkModel if is_drafter(PreTrainedConfig.get_config_dict(name)[0]) else AutoModelForCausalLM
-    return model_class.from_pretrained(name, dtype=target.dtype).eval().to(target.device)
+    with loading("draft model", name):
+        model_class = DSparkModel if is_drafter(PreTrainedConfig.get_config_dict(name)[0]) else AutoModelForCausalLM
+        return model_class.from_pretrained(name, dtype=target.dtype).eval().to(target.device)
 
 
 def small_model(seed: int = 0) -> PreTrainedModel:
