@@ -1,4 +1,4 @@
-"""Turns docstrings in transformers' format into Markdown for the reference pages: sections into lists, names into links."""
+"""Docstrings in transformers' format as Markdown for the reference pages: sections become lists, names links."""
 
 import re
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Type checkers accept a user's file that uses the public names, and see a mistake in it: the packages say `py.typed`."""
+"""Type checkers accept a user's file that uses the public names, and see a mistake in it."""
 
 import importlib.util
 import json

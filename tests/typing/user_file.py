@@ -1,4 +1,4 @@
-"""What a user writes, for type checkers: tests/typing/test_user_file.py runs them over this file; nothing imports it."""
+"""What a user writes, for type checkers; test_user_file.py runs them over this file, and nothing imports it."""
 
 from collections.abc import Iterator
 
@@ -84,7 +84,9 @@ def serve(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, body: dict
 
 
 def evaluate(trainer: Trainer, prompts: list[str]) -> GenerationEvalCallback:
-    callback = GenerationEvalCallback(prompts, SamplingParams(temperature=0), metrics=["exact_match"], references=prompts)
+    callback = GenerationEvalCallback(
+        prompts, SamplingParams(temperature=0), metrics=["exact_match"], references=prompts
+    )
     return callback.attach(trainer)
 
 
