@@ -1,11 +1,14 @@
-"""CompletionLog: where the texts of an evaluation can be read: a file, the terminal, and the trackers' tables."""
+"""CompletionLog: where the texts of an evaluation can be read: a file, the terminal, and the trackers' tables.
+
+What cannot be written does not end a training: it is said once, and the training goes on.
+"""
 
 import json
-from collections.abc import Sequence
+import os
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import pandas as pd
 from rich.console import Console
 from rich.table import Table
 from transformers import TrainerCallback
@@ -26,33 +29,43 @@ class CompletionLog:
             Where the files go, one per evaluation.
         num_shown (`int`):
             How many of the first texts are printed and given to the trackers.
+        say_once (`Callable[[str, str], None]`):
+            Takes a subject and a sentence about it: what could not be written.
     """
 
-    def __init__(self, output_dir: Path, num_shown: int):
+    def __init__(self, output_dir: Path, num_shown: int, say_once: Callable[[str, str], None]):
         self.output_dir = output_dir
         self.num_shown = num_shown
+        self.say_once = say_once
 
-    def save(self, name: str, step: int, completions: Sequence[Completion], references: Sequence[Any] | None) -> Path:
-        """Writes `<name>_step_<step>.jsonl`, a line for each text; a file of that name is replaced."""
-        self.output_dir.mkdir(parents=True, exist_ok=True)
+    def check(self, references: Sequence[Any] | None) -> None:
+        """
+        Finds out before training what `save` would fail with, by writing the references into a file and removing it.
+
+        Raises:
+            `ValueError`: if nothing can be written there, or references are nothing that JSON can hold.
+        """
+        path = self.output_dir / f".check_{os.getpid()}"
+        try:
+            _write(path, [_line(reference) for reference in references or [None]])
+            path.unlink()
+        except OSError as error:
+            raise ValueError(
+                f"The texts cannot be saved in {str(self.output_dir)!r}: {error}. Give another `output_dir`."
+            ) from error
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"`references` cannot be saved as JSON: {error}.") from error
+
+    def save(self, name: str, step: int, completions: Sequence[Completion], references: Sequence[Any] | None) -> None:
+        """
+        Writes `<name>_step_<step>.jsonl`, a line for each text; a file of that name is replaced. There is the whole
+        file or none: it is written beside and renamed.
+        """
         path = self.output_dir / f"{name}_step_{step:08d}.jsonl"
-        with path.open("w", encoding="utf-8") as file:
-            for text in completions:
-                line = {
-                    "step": step,
-                    "index": text.index,
-                    "sample": text.sample,
-                    "prompt": text.prompt,
-                    "completion": text.text,
-                    "finish_reason": text.finish_reason,
-                    "num_tokens": len(text.token_ids),
-                }
-                if text.error is not None:
-                    line["error"] = str(text.error)
-                if references is not None:
-                    line["reference"] = references[text.index]
-                file.write(json.dumps(line, ensure_ascii=False, default=str) + "\n")
-        return path
+        try:
+            _write(path, [_line(_entry(step, text, references)) for text in completions])
+        except (OSError, TypeError, ValueError) as error:
+            self.say_once("file", f"The texts cannot be saved in {str(path)!r}: {error}. The training goes on.")
 
     def show(
         self,
@@ -66,14 +79,61 @@ class CompletionLog:
         if self.num_shown == 0:
             return
         rows = [
-            [step, text.prompt, text.text, "" if references is None else str(references[text.index])]
+            [step, _encodable(text.prompt), _encodable(text.text)]
+            + ([] if references is None else [_encodable(str(references[text.index]))])
             for text in completions[: self.num_shown]
         ]
-        columns = [column for column in COLUMNS if column != "reference" or references is not None]
-        rows = [row[: len(columns)] for row in rows]
-        Console().print(_terminal_table(f"{name}, step {step}", columns, rows))
+        columns = COLUMNS[: len(rows[0])]
+        self._show_in("the terminal", lambda: _print_table(f"{name}, step {step}", columns, rows))
         for callback in callbacks:
-            _track(callback, f"{name}/completions", step, columns, rows)
+            key, kind = f"{name}/completions", type(callback).__name__
+            self._show_in(f"`{kind}`", lambda: _track(callback, key, step, columns, rows))  # noqa: B023  # runs at once
+
+    def _show_in(self, place: str, write: Callable[[], None]) -> None:
+        try:
+            write()
+        except Exception as error:
+            self.say_once(place, f"The texts cannot be shown in {place}: {type(error).__name__}: {error}")
+
+
+def _entry(step: int, text: Completion, references: Sequence[Any] | None) -> dict[str, Any]:
+    entry = {
+        "step": step,
+        "index": text.index,
+        "sample": text.sample,
+        "prompt": text.prompt,
+        "completion": text.text,
+        "finish_reason": text.finish_reason,
+        "num_tokens": len(text.token_ids),
+    }
+    if text.error is not None:
+        entry["error"] = str(text.error)
+    if references is not None:
+        entry["reference"] = references[text.index]
+    return entry
+
+
+def _line(entry: Any) -> str:
+    return json.dumps(entry, ensure_ascii=False, default=str) + "\n"
+
+
+def _write(path: Path, lines: Sequence[str]) -> None:
+    """Writes a whole file, or raises and leaves what was there."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = path.with_suffix(".unfinished")
+    try:
+        # What UTF-8 cannot hold, halves of surrogate pairs, gets the escape that it has in JSON too.
+        with unfinished.open("w", encoding="utf-8", errors="backslashreplace") as file:
+            file.writelines(lines)
+        os.replace(unfinished, path)
+    except BaseException:
+        unfinished.unlink(missing_ok=True)
+        raise
+
+
+def _encodable(text: str, encoding: str = "utf-8") -> str:
+    """The text with escapes for what an encoding cannot hold."""
+    return text.encode(encoding, "backslashreplace").decode(encoding)
 
 
 def _track(
@@ -87,6 +147,8 @@ def _track(
         table = callback._wandb.Table(columns=list(columns), data=list(rows))
         callback._wandb.log({key: table, "train/global_step": step})
     elif isinstance(callback, TrackioCallback) and callback._initialized:
+        import pandas as pd  # comes with trackio
+
         table = callback._trackio.Table(dataframe=pd.DataFrame(rows, columns=columns))
         callback._trackio.log({key: table, "train/global_step": step})
 
@@ -96,17 +158,15 @@ def _shortened(value: Any) -> str:
     return text if len(text) <= MAX_SHOWN else text[: MAX_SHOWN - 1] + "…"
 
 
-def _terminal_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> Table:
+def _print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
+    console = Console()
     table = Table(title=title, show_lines=True)
     for column in columns[1:]:
         table.add_column(column, overflow="fold")
     for row in rows:
-        table.add_row(*(_escaped(_shortened(value)) for value in row[1:]))
-    return table
-
-
-def _escaped(text: str) -> str:
-    return text.replace("[", r"\[")  # else rich takes it for markup
+        cells = [_encodable(_shortened(value), console.encoding) for value in row[1:]]
+        table.add_row(*(cell.replace("[", r"\[") for cell in cells))  # else rich takes it for markup
+    console.print(table)
 
 
 def _markdown(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:

@@ -10,6 +10,13 @@ from accelerate.utils import gather_object
 T = TypeVar("T")
 
 
+class BrokenPass(RuntimeError):
+    """
+    An error inside a pass of a sharded model. The other ranks wait in that pass, so that this rank can take part in
+    no further exchange: it ends alone, and whoever started the ranks ends the others.
+    """
+
+
 def split_by_length(lengths: Sequence[int], num_ranks: int) -> list[list[int]]:
     """
     Which items each rank takes: the longest first, each to the rank that has the least so far.
@@ -33,11 +40,13 @@ def on_all_ranks(compute: Callable[[], T]) -> list[T]:
 
     Raises:
         `Exception`: on every rank, if one raised: there its own, on the others a `RuntimeError` that names rank and
-            error.
+            error. A [`BrokenPass`] is raised where it happened only.
     """
     error, packed = None, b""
     try:
         packed = pickle.dumps(compute())  # here, where a failure does not leave the others waiting
+    except BrokenPass:
+        raise
     except Exception as caught:
         error = caught
     message = None if error is None else f"{type(error).__name__}: {error}"
@@ -53,6 +62,4 @@ def on_all_ranks(compute: Callable[[], T]) -> list[T]:
 def on_main_rank(compute: Callable[[], T]) -> T:
     """Runs `compute` on the main rank and gives everyone its result, or its error as [`on_all_ranks`] does."""
     is_main = PartialState().is_main_process
-    result = on_all_ranks(lambda: compute() if is_main else None)[0]
-    assert result is not None, "the first rank is the main one, and has a result"
-    return result
+    return on_all_ranks(lambda: [compute()] if is_main else [])[0][0]  # the first rank is the main one

@@ -64,10 +64,8 @@ class EvalGeneration:
 
     @property
     def draft_models(self) -> list[nn.Module]:
-        """The draft model, if there is one."""
-        draft = self.settings.get("draft_model")
-        draft = draft.model if isinstance(draft, Drafter) else draft
-        return [draft] if isinstance(draft, nn.Module) else []
+        """The models that draft, if there are any."""
+        return _models_in(self.settings.get("draft_model"))
 
     def check(self, model: nn.Module, tokenizer: PreTrainedTokenizerBase) -> None:
         """
@@ -138,6 +136,17 @@ class EvalGeneration:
             return self.params
         seed = (self.params.seed or 0) + index * self.params.n
         return replace(self.params, seed=seed % (MAX_SEED + 1))
+
+
+def _models_in(draft: Any) -> list[nn.Module]:
+    """A model alone, or those that a [`Drafter`] holds, also by way of other drafters."""
+    if isinstance(draft, nn.Module):
+        return [draft]
+    if isinstance(draft, Drafter):
+        return [model for part in vars(draft).values() for model in _models_in(part)]
+    if isinstance(draft, list | tuple):
+        return [model for part in draft for model in _models_in(part)]
+    return []
 
 
 def _portable(error: Exception | None) -> Exception | None:

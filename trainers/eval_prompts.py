@@ -13,7 +13,7 @@ from datasets import Dataset, DatasetDict, IterableDataset, IterableDatasetDict
 from hf_specgen.arguments import check_count, shown
 from hf_specgen.serving import Prompt
 
-from .prompt_columns import Columns, are_messages
+from .prompt_columns import Columns, are_messages, check_known
 
 
 @dataclass(frozen=True)
@@ -75,6 +75,7 @@ class EvalPrompts:
         """
         if max_prompts is not None:
             max_prompts = check_count("max_prompts", max_prompts)
+        check_known(columns, cls.of)
         wanted = Columns.of(columns)
         given = None if references is None else _as_tuple(references, "references")
         if isinstance(prompts, (Dataset, IterableDataset)):

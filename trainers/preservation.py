@@ -1,9 +1,10 @@
-"""Preservation: what an evaluation in the midst of training leaves as it was. Knows no Trainer and no ranks."""
+"""Preservation: what an evaluation during training leaves as it was. Knows no Trainer and no ranks."""
 
 import copy
 import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from typing import Any
 
 import numpy as np
 import torch
@@ -11,6 +12,17 @@ from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 MODULE_STATE = ("training", "gradient_checkpointing", "_gradient_checkpointing_func")
+# Switches of the whole process that code of metrics has been seen to leave: how each is read and set.
+SWITCHES: tuple[tuple[Callable[[], Any], Callable[[Any], Any]], ...] = (
+    (torch.is_grad_enabled, torch.set_grad_enabled),
+    (torch.get_default_dtype, torch.set_default_dtype),
+    (torch.get_default_device, lambda device: torch.set_default_device(None if device.type == "cpu" else device)),
+    (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
+    (torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode),
+    (torch.is_anomaly_enabled, torch.autograd.set_detect_anomaly),
+    (torch.get_num_threads, torch.set_num_threads),
+    (np.geterr, lambda errors: np.seterr(**errors)),
+)
 
 
 @contextmanager
@@ -18,15 +30,17 @@ def preserved(models: Sequence[nn.Module], tokenizer: PreTrainedTokenizerBase) -
     """
     Runs a block with the models in `eval` mode. Afterwards, also when the block raised, all is as before: every
     submodule's train/eval flag and gradient checkpointing with its arguments, `config.use_cache`, the generation
-    config, the tokenizer's padding side, and the random numbers of Python, NumPy and PyTorch on every device that the
-    models are on.
+    config, the tokenizer's padding side, the random numbers of Python, NumPy and PyTorch on every device that the
+    models are on, and global switches such as the grad mode (`SWITCHES`).
 
     Args:
-        models (`Sequence[nn.Module]`): The target, and a draft model if there is one; wrapped or not.
+        models (`Sequence[nn.Module]`): The target, and draft models if there are any; wrapped or not.
         tokenizer ([`~transformers.PreTrainedTokenizerBase`]): Their tokenizer.
     """
     with ExitStack() as restored:
         restored.callback(_random_states(models))
+        for read, set_back in SWITCHES:
+            restored.callback(_switch_kept(read, set_back))
         restored.callback(_kept(tokenizer, "padding_side", "truncation_side"))
         for module in [module for model in models for module in model.modules()]:
             restored.callback(_kept(module, *MODULE_STATE))
@@ -49,6 +63,16 @@ def _kept(owner: object, *names: str) -> Callable[[], None]:
         for name in names:
             vars(owner).pop(name, None)
         vars(owner).update(values)
+
+    return restore
+
+
+def _switch_kept(read: Callable[[], Any], set_back: Callable[[Any], Any]) -> Callable[[], None]:
+    value = read()
+
+    def restore() -> None:
+        if read() != value:
+            set_back(value)
 
     return restore
 

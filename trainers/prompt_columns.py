@@ -3,8 +3,10 @@
 Knows nothing of data sets but the names of their columns.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from difflib import get_close_matches
+from inspect import signature
 from typing import Any
 
 from hf_specgen.arguments import shown
@@ -29,10 +31,7 @@ class Columns:
     @classmethod
     def of(cls, columns: Mapping[str, str | None]) -> "Columns":
         """Those that a caller names."""
-        known = list(asdict(cls()))
         for name, value in columns.items():
-            if name not in known:
-                raise TypeError(f"`{name}` is no setting of prompts; there are {known}.")
             if value is not None and (not isinstance(value, str) or not value):
                 raise TypeError(f"`{name}` has to be a text that is not empty, but is {value!r}.")
         return cls(**columns)
@@ -97,6 +96,17 @@ class Columns:
         assert self.prompt_column is not None, "it was located"
         reference = None if self.completion_column is None else row[self.completion_column]
         return _plain(row[self.prompt_column]), _reference(reference, number)
+
+
+def check_known(names: Iterable[str], function: Callable[..., Any]) -> None:
+    """Raises `TypeError`, with the nearest name, for what neither names a column nor an argument of `function`."""
+    own = [each.name for each in signature(function).parameters.values() if each.kind is not each.VAR_KEYWORD]
+    known = own + [each.name for each in fields(Columns)]
+    for name in names:
+        if name not in known:
+            near = get_close_matches(name, known, n=1)
+            hint = f"Did you mean `{near[0]}`?" if near else f"There are {known}."
+            raise TypeError(f"`{name}` is an unknown argument. {hint}")
 
 
 def _split_text(text: Any, marker: str, number: int) -> tuple[str, str]:

@@ -17,6 +17,8 @@ from transformers.utils import logging
 from hf_specgen.engine import self_check
 from hf_specgen.generation import unwrap
 
+from .distribution import BrokenPass
+
 logger = logging.get_logger(__name__)
 
 
@@ -32,7 +34,8 @@ class SynchronisedRounds:
     def __init__(self, model: PreTrainedModel):
         self.model = model
         self._is_pass_owed = False
-        self._hook = model.register_forward_pre_hook(self._note_pass)
+        self._depth = 0  # of passes that have begun and not ended; a module around the model calls it twice
+        self._hooks = [model.register_forward_pre_hook(self._enter), model.register_forward_hook(self._leave)]
 
     def __call__(self, is_busy: bool) -> bool:
         """Whether any rank has work; then this one owes the others one pass."""
@@ -45,24 +48,41 @@ class SynchronisedRounds:
     @contextmanager
     def company(self) -> Iterator[None]:
         """
-        When the block raises, the error waits until the other ranks have finished, whom this rank accompanies with
-        dummy passes. An error inside a pass, such as a lack of memory, cannot be helped so: the others then wait for
-        the rest of that pass until the process group's timeout.
+        When the block raises, this rank runs dummy passes until the other ranks have finished, and then raises.
+
+        Raises:
+            [`BrokenPass`]: at once, if the error came from inside a pass (a lack of memory, for example), with the
+            rank and the error, also in the log: the others cannot finish that pass.
         """
         try:
-            yield
-        except Exception:
-            while self(False):
-                with torch.no_grad():
-                    self.model(input_ids=torch.zeros(1, 1, dtype=torch.long, device=self.model.device))
-            raise
+            try:
+                yield
+            except Exception:
+                while self._depth == 0 and self(False):
+                    with torch.no_grad():
+                        self.model(input_ids=torch.zeros(1, 1, dtype=torch.long, device=self.model.device))
+                raise
+        except Exception as error:
+            if self._depth == 0:
+                raise
+            message = (
+                f"Rank {PartialState().process_index} failed inside a pass of a sharded model, which the other ranks "
+                f"cannot finish without it. Its error was {type(error).__name__}: {error}"
+            )
+            logger.error(message)
+            raise BrokenPass(message) from error
 
     def close(self) -> None:
         """Watches no more."""
-        self._hook.remove()
+        for hook in self._hooks:
+            hook.remove()
 
-    def _note_pass(self, *args: Any) -> None:
+    def _enter(self, *args: Any) -> None:
         self._is_pass_owed = False
+        self._depth += 1
+
+    def _leave(self, *args: Any) -> None:
+        self._depth -= 1
 
 
 @contextmanager
