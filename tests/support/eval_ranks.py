@@ -229,6 +229,19 @@ def whole(folder: Path) -> dict:
     return {"error": error_on_one_rank(ring_model()), "after the error": texts_of(ring_model(), UNEQUAL, LONG)}
 
 
+def broken_pass(folder: Path) -> dict:
+    """An error inside a pass of a sharded model, on one rank; the others wait in that pass."""
+    model = FullyShardedTraining(ring_model()).model.eval()
+    texts_of(model, UNEQUAL, LONG)
+
+    def fail(*args):
+        raise MemoryError("no room on this rank")
+
+    if PartialState().process_index == 1:
+        model.model.layers[-1].register_forward_pre_hook(fail)
+    return {"texts": texts_of(model, UNEQUAL, LONG)}
+
+
 def fsdp2_lora(folder: Path) -> dict:
     """A `PeftModel` around the model: the parameters of no layer are gathered by the outer module only."""
     from peft import LoraConfig, get_peft_model
@@ -311,6 +324,7 @@ CASES = {
     "fsdp1_flat": partial(sharded, partial(WrappedTraining, use_orig_params=False)),
     "fsdp2": partial(sharded, FullyShardedTraining),
     "fsdp2_lora": fsdp2_lora,
+    "broken_pass": broken_pass,
     "zero3": partial(sharded, PartitionedTraining),
     "train_ddp": train_ddp,
     "train_fsdp2": train_fsdp2,

@@ -17,15 +17,21 @@ LIMIT = 600.0  # seconds
 def environment_of_a_script() -> dict[str, str]:
     """That of this process, for one thread on the CPU, with this project found and no hub asked."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+    environment["PYTHONSAFEPATH"] = "1"  # nothing is imported from beside the script
     return environment | {"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu", "PYTHONIOENCODING": "utf-8"}
 
 
 def torchrun(num_ranks: int, script: str, *arguments: str, limit: float = LIMIT) -> None:
     """Runs a script of the tests on so many gloo ranks with one thread each; fails if it takes more seconds."""
+    done = finished(num_ranks, script, *arguments, limit=limit)
+    assert done.returncode == 0, done.stderr[-4000:]
+
+
+def finished(num_ranks: int, script: str, *arguments: str, limit: float = LIMIT) -> subprocess.CompletedProcess[str]:
+    """As `torchrun`, whether the ranks succeed or not."""
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(num_ranks)]
     command += ["--master-addr", "127.0.0.1", "--master-port", str(free_port()), script, *arguments]
-    done = subprocess.run(command, env=environment_of_a_script(), timeout=limit, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-4000:]
+    return subprocess.run(command, env=environment_of_a_script(), timeout=limit, capture_output=True, text=True)
 
 
 def free_port() -> int:

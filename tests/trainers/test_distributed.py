@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.launching import read_ranks, torchrun
+from tests.support.launching import finished, read_ranks, torchrun
 from tests.support.training import PROMPTS
 
 SCRIPT = str(Path(__file__).parents[1] / "support" / "eval_ranks.py")
@@ -121,6 +121,14 @@ def test_an_error_on_one_rank_of_a_sharded_model_is_raised_on_all(sharded):
     assert errors.pop(1) == "LookupError: the draft is gone"
     assert all("Rank 1 failed" in error and "the draft is gone" in error for error in errors)
     assert all(result["after the error"] == result["unequal"] for result in sharded)
+
+
+def test_an_error_inside_a_pass_ends_all_ranks_and_is_named(tmp_path):
+    """The process group would wait for half an hour, longer than `finished` does."""
+    done = finished(2, SCRIPT, str(tmp_path), "broken_pass")
+    assert done.returncode != 0
+    assert "Rank 1 failed inside a pass of a sharded model" in done.stderr
+    assert "MemoryError: no room on this rank" in done.stderr
 
 
 def test_sharded_model_with_adapters(three):

@@ -206,7 +206,7 @@ def test_columns_that_cannot_be_read(columns, sentence):
 
 
 def test_settings_that_do_not_exist():
-    with pytest.raises(TypeError, match="`promt_column` is no setting of prompts; there are .*'prompt_column'"):
+    with pytest.raises(TypeError, match="`promt_column` is an unknown argument. Did you mean `prompt_column`?"):
         EvalPrompts.of(table(prompt=["a"]), promt_column="prompt")
     with pytest.raises(TypeError, match="`split_marker` has to be a text that is not empty, but is ''"):
         EvalPrompts.of(table(text=["a"]), split_marker="")

@@ -7,7 +7,7 @@ import pytest
 import torch
 from datasets import Dataset
 from transformers import EarlyStoppingCallback, Seq2SeqTrainer, Seq2SeqTrainingArguments, TrainerCallback
-from transformers.integrations import TensorBoardCallback, TrackioCallback, WandbCallback
+from transformers.integrations import TensorBoardCallback
 
 from hf_specgen import SamplingParams
 from tests.support.models import EOS, PAD, assert_partly_accepted, make_model, noisy_copy
@@ -252,7 +252,8 @@ def test_sft_trainer_keeps_its_own_metrics(tmp_path):
             processing_class=tokenizer,
         )
         if name == "with":
-            GenerationEvalCallback(PROMPTS, SAMPLED, every=1).attach(trainer)  # in the midst of what SFT averages
+            # One of them in the midst of what SFT averages.
+            GenerationEvalCallback(PROMPTS, SAMPLED, every=1, name="sampled").attach(trainer)
             evaluating = GenerationEvalCallback(PROMPTS, GREEDY, output_dir=str(tmp_path / "texts")).attach(trainer)
             assert trainer.callback_handler.callbacks[0] is evaluating
         trainer.train()
@@ -260,7 +261,8 @@ def test_sft_trainer_keeps_its_own_metrics(tmp_path):
     timing = ("entropy", "mean_token_accuracy", "loss", "num_tokens")
     (expected,), (actual,) = own["without"], own["with"]
     assert {name: actual[name] for name in timing} == {name: expected[name] for name in timing}
-    assert sum("eval_mean_length" in entry for entry in trainer.state.log_history) == 4 + 2
+    assert sum("eval_sampled_mean_length" in entry for entry in trainer.state.log_history) == 4
+    assert sum("eval_mean_length" in entry for entry in trainer.state.log_history) == 2
     assert len(list((tmp_path / "texts").iterdir())) == 2
 
 
@@ -373,7 +375,14 @@ def test_unattached_callback_says_what_to_do(tmp_path):
         ({"log_completions": -1}, "log_completions"),
         ({"max_prompts": 0}, "max_prompts"),
         ({"metrics": ["no_such_metric"]}, "no_such_metric"),
-        ({"no_such_setting": 1}, "no_such_setting"),
+        ({"no_such_setting": 1}, "`no_such_setting` is an unknown argument. There are .*'metrics'.*'prompt_column'"),
+        ({"metric": ["exact_match"]}, "`metric` is an unknown argument. Did you mean `metrics`?"),
+        ({"logcompletions": 3}, "Did you mean `log_completions`?"),
+        ({"promt_column": "x"}, "Did you mean `prompt_column`?"),
+        ({"max_prompt": 3}, "Did you mean `max_prompts`?"),
+        ({"name": "a/b"}, "`name` has to be a text of letters"),
+        ({"name": ""}, "`name`"),
+        ({"name": 3}, "`name`"),
     ],
 )
 def test_mistakes_are_refused_when_built(settings, message):
@@ -411,42 +420,7 @@ def test_a_tokenizer_is_needed(tmp_path):
         trainer.train()
 
 
-def test_tables_for_terminal_and_trackers(tmp_path, capsys, monkeypatch):
-    calls = []
-
-    class Tracker:
-        @staticmethod
-        def Table(**content):
-            return content
-
-        @staticmethod
-        def log(values):
-            calls.append(values)
-
-    trainer = make_trainer(tmp_path, make_model(), max_steps=1)
-    for kind in (WandbCallback, TrackioCallback):
-        tracker = TrainerCallback.__new__(type("Stand" + kind.__name__, (kind,), {}))
-        monkeypatch.setattr(type(tracker), "setup", lambda *args, **kwargs: None)
-        for event in ("on_train_begin", "on_train_end", "on_log", "on_save"):
-            monkeypatch.setattr(type(tracker), event, lambda *args, **kwargs: None)
-        tracker._wandb = tracker._trackio = Tracker
-        tracker._initialized = True
-        trainer.add_callback(tracker)
-    GenerationEvalCallback(["[D]|"], GREEDY, references=["yes"], log_completions=2).attach(trainer)
-    trainer.train()
-    (line,) = read(tmp_path, 1)
-    row = [1, "[D]|", line["completion"], "yes"]
-    wandb_values, trackio_values = calls
-    assert wandb_values["eval/completions"] == {
-        "columns": ["step", "prompt", "completion", "reference"],
-        "data": [row],
-    }
-    assert trackio_values["eval/completions"]["dataframe"].to_numpy().tolist() == [row]
-    printed = capsys.readouterr().out
-    assert "eval, step 1" in printed and "[D]|" in printed and line["completion"] in printed
-
-
-def test_table_in_tensorboard(tmp_path):
+def test_trackers_get_metrics_and_a_table(tmp_path):
     accumulators = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     writer = pytest.importorskip("torch.utils.tensorboard").SummaryWriter(str(tmp_path / "runs"))
     trainer = make_trainer(tmp_path, make_model(), [TensorBoardCallback(writer)], max_steps=1)
@@ -460,6 +434,117 @@ def test_table_in_tensorboard(tmp_path):
     table = events.Tensors(tag)[0].tensor_proto.string_val[0].decode()
     first, second, third = read(tmp_path, 1)[:3]
     assert first["completion"] in table and second["prompt"] in table and third["prompt"] not in table
+
+
+# Several callbacks
+
+
+def test_two_callbacks_keep_their_metrics_and_files_apart(tmp_path):
+    spy = Spy()
+    settings = {"save_strategy": "steps", "save_steps": 1, "load_best_model_at_end": True, "max_steps": 2}
+    settings |= {"metric_for_best_model": "eval_second_score", "greater_is_better": True}
+    trainer = make_trainer(tmp_path, make_model(), [spy], **settings)
+    GenerationEvalCallback(PROMPTS[:1], GREEDY, metrics=[scripted(0.1, 0.2)]).attach(trainer)
+    GenerationEvalCallback(PROMPTS[1:], GREEDY, metrics=[scripted(0.9, 0.8)], name="second").attach(trainer)
+    trainer.train()
+    assert [e["eval_score"] for e in spy.evaluations] == [0.1, 0.2]
+    assert [e["eval_second_score"] for e in spy.evaluations] == [0.9, 0.8]
+    assert trainer.state.best_model_checkpoint.endswith("checkpoint-1")
+    assert [line["prompt"] for line in read(tmp_path, 1)] == PROMPTS[:1]
+    assert [line["prompt"] for line in read(tmp_path, 1, "eval_second")] == PROMPTS[1:]
+    logged = [entry for entry in trainer.state.log_history if "eval_second_mean_length" in entry]
+    assert len(logged) == 2 and not any("eval_mean_length" in entry for entry in logged)
+
+
+@pytest.mark.parametrize("name", [None, "mine"])
+def test_two_callbacks_of_one_name_are_refused(tmp_path, name):
+    first, second = (GenerationEvalCallback(PROMPTS, GREEDY, name=name) for _ in range(2))
+    trainer = make_trainer(tmp_path, make_model())
+    first.attach(trainer)
+    assert first.attach(trainer) is first, "once more is no other one"
+    with pytest.raises(ValueError, match=f"with the `name` {name!r} already: .* Give each a `name` of its own"):
+        second.attach(trainer)
+    assert trainer.callback_handler.callbacks.count(first) == 1 and second not in trainer.callback_handler.callbacks
+
+
+# Moments that never come
+
+
+@pytest.mark.parametrize(
+    "every, settings, sentence",
+    [
+        ("evaluate", {"eval_strategy": "no"}, '`eval_strategy` is "no". Set `eval_strategy`, or give `every`'),
+        ("evaluate", {"eval_delay": 2}, "`eval_delay` is 2, but it ends at 1"),
+        ("evaluate", {"eval_strategy": "epoch", "eval_delay": 5}, "`eval_delay` is 5, but it ends at 1"),
+        (2, {}, "`every` is 2, but it ends after 1 steps"),
+        ("evaluate", {"eval_strategy": "no", "eval_on_start": True}, None),
+        ("evaluate", {"eval_steps": 100}, None),  # the last step evaluates
+        ("evaluate", {"eval_strategy": "epoch"}, None),
+        ("epoch", {"eval_strategy": "no"}, None),
+        (1, {"eval_strategy": "no"}, None),
+    ],
+)
+def test_a_callback_that_never_generates_says_so(tmp_path, monkeypatch, every, settings, sentence):
+    messages = []
+    monkeypatch.setattr(module_of_callback.logger, "warning", messages.append)
+    trainer = make_trainer(tmp_path, make_model(), max_steps=1, **settings)
+    GenerationEvalCallback(PROMPTS[:1], GREEDY, every=every).attach(trainer)
+    trainer.train()
+    has_generated = any("eval_mean_length" in entry for entry in trainer.state.log_history)
+    assert has_generated == (sentence is None)
+    if sentence is None:
+        assert not messages
+    else:
+        (message,) = messages
+        assert "generates nothing in this training" in message and sentence in message
+
+
+# Logs that cannot be written, and switches that metrics leave
+
+
+def test_a_folder_that_cannot_be_written_to_is_refused_when_training_begins(tmp_path):
+    (tmp_path / "file").write_text("no folder")
+    trainer = make_trainer(tmp_path, make_model())
+    GenerationEvalCallback(PROMPTS, GREEDY, output_dir=str(tmp_path / "file" / "texts")).attach(trainer)
+    with pytest.raises(ValueError, match="cannot be saved in '.*file/texts'.*Give another `output_dir`"):
+        trainer.train()
+    assert trainer.state.global_step == 0
+
+
+def test_texts_that_cannot_be_saved_any_more_do_not_end_the_training(tmp_path, monkeypatch):
+    messages = []
+    monkeypatch.setattr(module_of_callback.logger, "error", messages.append)
+
+    def remove_the_folder(completions, references):
+        folder = tmp_path / "completions"
+        if folder.is_dir():
+            for path in folder.iterdir():
+                path.unlink()
+            folder.rmdir()
+            folder.write_text("a file in its place")
+        return 1.0
+
+    trainer = make_trainer(tmp_path, make_model())
+    GenerationEvalCallback(PROMPTS, GREEDY, metrics=[remove_the_folder]).attach(trainer)
+    trainer.train()
+    assert sum("eval_remove_the_folder" in entry for entry in trainer.state.log_history) == 4
+    (message,) = messages
+    assert str(tmp_path / "completions" / "eval_step_00000002.jsonl") in message
+
+
+def test_switches_that_a_metric_leaves_are_set_back(tmp_path):
+    def careless(completions, references):
+        torch.set_grad_enabled(False)
+        torch.set_default_dtype(torch.float64)
+        return 1.0
+
+    def train(name, *metrics):
+        trainer = make_trainer(tmp_path / name, make_model())
+        GenerationEvalCallback(PROMPTS, GREEDY, metrics=metrics).attach(trainer)
+        trainer.train()
+        return losses(trainer)
+
+    assert train("careless", careless) == train("careful")
 
 
 def bytes_in_tensors() -> int:

@@ -33,6 +33,12 @@ def state_of(model, tokenizer) -> dict:
         "python": random.getstate(),
         "numpy": [part.tolist() if isinstance(part, np.ndarray) else part for part in np.random.get_state()],
         "torch": torch.get_rng_state().tolist(),
+        "grad": torch.is_grad_enabled(),
+        "anomaly": torch.is_anomaly_enabled(),
+        "determinism": torch.get_deterministic_debug_mode(),
+        "precision": torch.get_float32_matmul_precision(),
+        "default": (torch.get_default_dtype(), torch.get_default_device()),
+        "numpy errors": np.geterr(),
     }
 
 
@@ -46,6 +52,10 @@ def disturb(model, tokenizer):
     model.generation_config = type(model.generation_config)(do_sample=True)
     tokenizer.padding_side = tokenizer.truncation_side = "left"
     random.random(), np.random.rand(), torch.rand(3)
+    torch.set_grad_enabled(False), torch.autograd.set_detect_anomaly(True)
+    torch.use_deterministic_algorithms(True, warn_only=True), torch.set_float32_matmul_precision("medium")
+    torch.set_default_dtype(torch.float64), torch.set_default_device("meta")
+    np.seterr(all="ignore")
 
 
 def test_everything_is_as_before():

@@ -1,4 +1,4 @@
-"""What is chosen for which model, on one process. How sharded models generate is in test_eval_distributed."""
+"""What is chosen for which model, on one process. How sharded models generate is in test_distributed."""
 
 import pytest
 import torch
@@ -9,6 +9,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from tests.support.models import make_model
 from trainers import sharding
+from trainers.distribution import BrokenPass, on_all_ranks
 from trainers.sharding import SynchronisedRounds, generating_model
 
 
@@ -69,7 +70,7 @@ def test_a_round_owes_one_pass(group):
     model(input_ids=torch.tensor([[3]]))
     assert rounds(False) is False
     rounds.close()
-    assert not model._forward_pre_hooks
+    assert not model._forward_pre_hooks and not model._forward_hooks
 
 
 def test_an_error_waits_until_the_round_is_complete(group):
@@ -81,3 +82,39 @@ def test_an_error_waits_until_the_round_is_complete(group):
             rounds(True)
             raise LookupError("between the question and the pass")
     assert len(passes) == 1
+
+
+def test_an_error_inside_a_pass_names_the_rank_and_waits_for_nobody(group, monkeypatch):
+    messages, exchanges = [], []
+    monkeypatch.setattr(sharding.logger, "error", messages.append)
+    model = make_model()
+    rounds = SynchronisedRounds(model)
+    monkeypatch.setattr(distributed, "all_reduce", exchanges.append)
+
+    def fail(*args):
+        raise MemoryError("no room")
+
+    def share():
+        with rounds.company():
+            model(input_ids=torch.tensor([[3]]))
+
+    model.model.layers[1].register_forward_pre_hook(fail)
+    sentence = "Rank 0 failed inside a pass of a sharded model.*MemoryError: no room"
+    with pytest.raises(BrokenPass, match=sentence) as caught:
+        on_all_ranks(share)
+    assert isinstance(caught.value.__cause__, MemoryError)
+    assert messages == [str(caught.value)] and not exchanges
+
+
+def test_a_dummy_pass_that_fails_is_an_error_inside_a_pass(group):
+    model = make_model()
+    rounds = SynchronisedRounds(model)
+
+    def fail(*args):
+        raise MemoryError("no room")
+
+    model.model.layers[1].register_forward_pre_hook(fail)
+    with pytest.raises(BrokenPass, match="Rank 0 failed inside a pass"):
+        with rounds.company():
+            rounds(True)
+            raise LookupError("between the question and the pass")
