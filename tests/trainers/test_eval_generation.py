@@ -75,7 +75,7 @@ def test_what_gradient_checkpointing_leaves_changes_no_text():
         with preserved([model, *evaluation.draft_models], text_tokenizer()):
             assert texts(evaluation, model) == expected
     assert model.config.use_cache is model.generation_config.use_cache is False
-    assert model.training and model.is_gradient_checkpointing
+    assert model.training and model.is_activation_checkpointing
 
 
 def test_wrappers_of_data_parallelism_are_looked_through(tmp_path):
@@ -83,7 +83,7 @@ def test_wrappers_of_data_parallelism_are_looked_through(tmp_path):
     torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     try:
         for wrap in (DistributedDataParallel, DataParallel):
-            draft = wrap(noisy_copy(make_model()))
+            draft = noisy_copy(make_model())
             evaluation = generation(backend="speculative", draft_model=draft, num_assistant_tokens=3)
             generated = evaluation.generate(wrap(make_model()), text_tokenizer())
             assert [text.text for text in generated.completions] == expected
