@@ -17,7 +17,6 @@ LIMIT = 600.0  # seconds
 def environment_of_a_script() -> dict[str, str]:
     """That of this process, for one thread on the CPU, with this project found and no hub asked."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
-    environment["PYTHONSAFEPATH"] = "1"  # nothing is imported from beside the script
     return environment | {"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu", "PYTHONIOENCODING": "utf-8"}
 
 
@@ -31,7 +30,8 @@ def finished(num_ranks: int, script: str, *arguments: str, limit: float = LIMIT)
     """As `torchrun`, whether the ranks succeed or not."""
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(num_ranks)]
     command += ["--master-addr", "127.0.0.1", "--master-port", str(free_port()), script, *arguments]
-    return subprocess.run(command, env=environment_of_a_script(), timeout=limit, capture_output=True, text=True)
+    environment = environment_of_a_script() | {"PYTHONSAFEPATH": "1"}  # nothing is imported from beside the script
+    return subprocess.run(command, env=environment, timeout=limit, capture_output=True, text=True)
 
 
 def free_port() -> int:
