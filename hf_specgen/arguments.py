@@ -21,6 +21,13 @@ def checked_number(name: str, value: float) -> float:
     return float(value)
 
 
+def checked_probability(name: str, value: float) -> float:
+    """Returns a number in [0, 1] as float, or raises in a sentence that calls it `name`."""
+    if isinstance(value, bool) or not isinstance(value, Real) or not 0 <= value <= 1:
+        raise ValueError(f"`{name}` has to be in [0, 1], but is {shown(value)}.")
+    return float(value)
+
+
 def checked_integer(name: str, value: int) -> int:
     """Returns an integer as int, or raises in a sentence that calls it `name`."""
     if isinstance(value, bool) or not isinstance(value, Integral):

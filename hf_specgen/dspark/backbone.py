@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers.activations import ACT2FN
-from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from ..layers.slot_cache import SlotCache
 from .configuration import DSparkConfig
@@ -24,17 +23,14 @@ class DSparkRotaryEmbedding(nn.Module):
         super().__init__()
         self.config = config
         self.rope_type = (config.rope_parameters or {}).get("rope_type", "default")
-        init = ROPE_INIT_FUNCTIONS.get(self.rope_type, self.compute_default_rope_parameters)
-        inv_freq, self.attention_scaling = init(config)
+        inv_freq, self.attention_scaling = config.rope_frequencies()
         self.register_buffer("inv_freq", inv_freq, persistent=False)
         self.register_buffer("original_inv_freq", inv_freq.clone(), persistent=False)
 
     @staticmethod
     def compute_default_rope_parameters(config: DSparkConfig, **kwargs: Any) -> tuple[Tensor, float]:
-        """Inverse frequencies as in Su et al. 2021; `PreTrainedModel._init_weights` calls this by name."""
-        base = (config.rope_parameters or {}).get("rope_theta", 10000.0)
-        exponents = torch.arange(0, config.head_dim, 2, dtype=torch.float) / config.head_dim
-        return 1.0 / base**exponents, 1.0
+        """`PreTrainedModel._init_weights` calls this by name for the default type (Su et al. 2021)."""
+        return config.rope_frequencies()
 
     def forward(self, position_ids: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         angles = position_ids[:, None, :, None] * self.inv_freq.float()

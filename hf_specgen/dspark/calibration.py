@@ -17,6 +17,7 @@ from torch import Tensor
 
 from ..engine.batch import Rows
 from ..engine.verification import Candidates, Verification
+from .checkpoint_files import read_json_object, write_text
 from .reliability import auroc, brier_score, expected_calibration_error
 
 CALIBRATION_FILE = "confidence_calibration.json"
@@ -235,7 +236,7 @@ class Calibration:
         """Writes `confidence_calibration.json` into `folder` and returns its path."""
         path = Path(folder) / CALIBRATION_FILE
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(asdict(self), indent=1, allow_nan=False) + "\n", encoding="utf-8")
+        write_text(path, json.dumps(asdict(self), indent=1, allow_nan=False) + "\n")
         return path
 
     @classmethod
@@ -248,17 +249,14 @@ class Calibration:
         """
         path = Path(file_or_folder)
         path = path / CALIBRATION_FILE if path.is_dir() else path
-        try:
-            values = json.loads(path.read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
-            raise ValueError(f"`{path}` has to be a readable JSON file, but is not: {error}.") from error
-        if not isinstance(values, dict) or not isinstance(values.get("temperatures"), list):
+        values = read_json_object(path)
+        if not isinstance(values.get("temperatures"), list):
             raise ValueError(f"`{path}` has to hold a JSON object with a list `temperatures`, but does not.")
         known: dict[str, Any] = {f.name: values[f.name] for f in fields(cls) if f.name in values}
         known |= {name: tuple(value) for name, value in known.items() if isinstance(value, list)}
         try:
             return cls(**known)
-        except ValueError as error:
+        except (TypeError, ValueError) as error:
             raise ValueError(f"`{path}` holds no usable calibration: {error}") from error
 
 

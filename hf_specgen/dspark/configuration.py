@@ -5,10 +5,15 @@ import os
 from dataclasses import field
 from typing import Any
 
+import torch
+from torch import Tensor
 from transformers import PreTrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+from transformers.utils import CONFIG_NAME
 
-from ..arguments import check_count
+from ..arguments import check_count, shown
+from ..engine.scheduler import CANDIDATE_COLUMNS
+from .checkpoint_files import HUB_KWARGS, found_file, read_json_object
 from .field_kinds import KINDS, check_fields, check_rope
 from .layouts import LAYOUTS, read_layout, write_layout
 
@@ -114,7 +119,8 @@ class DSparkConfig(PreTrainedConfig):
     published_config: dict | None = None
 
     def __post_init__(self, **kwargs: Any) -> None:
-        if not self.layer_types and type(self.num_hidden_layers) is int:
+        check_fields({"num_hidden_layers": self.num_hidden_layers, "num_labels": kwargs.get("num_labels")})
+        if not self.layer_types:
             self.layer_types = ["full_attention"] * self.num_hidden_layers
         super().__post_init__(**kwargs)
         if self.draft_vocab_size == self.vocab_size:
@@ -146,6 +152,10 @@ class DSparkConfig(PreTrainedConfig):
             )
         if self.num_candidates < 1:
             raise ValueError("`block_size` has to be at least 2 where the anchor's slot predicts nothing, but is 1.")
+        if self.num_candidates >= CANDIDATE_COLUMNS:
+            raise ValueError(
+                f"`block_size` has to give fewer than {CANDIDATE_COLUMNS} candidates, but gives {self.num_candidates}."
+            )
         self._check_target_layer_ids()
         if not 0 <= self.mask_token_id < self.vocab_size:
             raise ValueError(
@@ -154,7 +164,7 @@ class DSparkConfig(PreTrainedConfig):
             )
         if self.markov_rank and self.markov_head_type not in MARKOV_HEAD_TYPES:
             raise ValueError(
-                f"`markov_head_type` has to be one of {MARKOV_HEAD_TYPES}, but is {self.markov_head_type!r}."
+                f"`markov_head_type` has to be one of {MARKOV_HEAD_TYPES}, but is {shown(self.markov_head_type)}."
             )
         if self.enable_confidence_head and self.confidence_head_with_markov and not self.markov_rank:
             raise ValueError("`confidence_head_with_markov` needs a Markov head, but `markov_rank` is 0.")
@@ -166,11 +176,9 @@ class DSparkConfig(PreTrainedConfig):
         if set(self.layer_types) != {"full_attention"} or len(self.layer_types) != self.num_hidden_layers:
             raise ValueError(
                 f"`layer_types` has to name 'full_attention' for each of {self.num_hidden_layers} layers, but is "
-                f"{self.layer_types}; drafters with sliding windows are not supported."
+                f"{shown(self.layer_types)}; drafters with sliding windows are not supported."
             )
         self._check_rope()
-        if not math.isfinite(self.embedding_scale):
-            raise ValueError(f"`embedding_scale` has to be finite, but is {self.embedding_scale!r}.")
 
     def _check_rope(self) -> None:
         check_rope(self.rope_parameters)
@@ -180,20 +188,34 @@ class DSparkConfig(PreTrainedConfig):
                 f"`rope_parameters` are of type {rope_type!r}, whose frequencies change with the length; context keys "
                 "are computed once, so give the drafter another type."
             )
-        if rope_type in ROPE_INIT_FUNCTIONS:
-            try:
-                ROPE_INIT_FUNCTIONS[rope_type](self)
-            except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:
-                raise ValueError(
-                    f"`rope_parameters` {self.rope_parameters} are not those of type {rope_type!r}: {error!r}."
-                ) from error
+        try:
+            with torch.device("cpu"):  # a model may just be made without memory
+                frequencies, scaling = self.rope_frequencies()
+        except (ArithmeticError, KeyError, RuntimeError, TypeError, ValueError) as error:
+            raise ValueError(
+                f"`rope_parameters` {shown(self.rope_parameters)} are not those of type {rope_type!r}: {error!r}."
+            ) from error
+        is_usable = bool(((frequencies >= 0) & frequencies.isfinite()).all()) and math.isfinite(scaling)
+        if not is_usable or len(frequencies) != self.head_dim // 2:
+            raise ValueError(
+                f"`rope_parameters` {shown(self.rope_parameters)} do not give a frequency for each pair of the "
+                f"`head_dim` of {self.head_dim}."
+            )
+
+    def rope_frequencies(self) -> tuple[Tensor, float]:
+        """The inverse frequencies of the rotary embedding, `(head_dim / 2,)`, and the factor of cosine and sine."""
+        parameters = self.rope_parameters or {}
+        if (rope_type := parameters.get("rope_type", "default")) in ROPE_INIT_FUNCTIONS:
+            return ROPE_INIT_FUNCTIONS[rope_type](self)
+        exponents = torch.arange(0, self.head_dim, 2, dtype=torch.float) / self.head_dim
+        return 1.0 / parameters.get("rope_theta", 10000.0) ** exponents, 1.0
 
     def _check_target_layer_ids(self) -> None:
         ids = self.target_layer_ids
         if not ids or ids[0] < -1 or any(a >= b for a, b in zip(ids, ids[1:])):
             raise ValueError(
                 "`target_layer_ids` has to hold strictly increasing layer numbers from -1 (the embedding output) on, "
-                f"but is {ids}."
+                f"but is {shown(ids)}."
             )
         if self.num_target_layers is not None:
             check_tapped_layers(ids, self.num_target_layers)
@@ -203,8 +225,23 @@ class DSparkConfig(PreTrainedConfig):
         cls, pretrained_model_name_or_path: str | os.PathLike, **kwargs: Any
     ) -> tuple[dict[str, Any], dict[str, Any]]:
         """The fields that a checkpoint's config.json gives, whatever its layout."""
+        hub_kwargs = {name: kwargs[name] for name in HUB_KWARGS if name in kwargs}
+        if (path := found_file(pretrained_model_name_or_path, CONFIG_NAME, hub_kwargs)) is not None:
+            read_json_object(path)  # refuses what transformers trips over
         config_dict, kwargs = super().get_config_dict(pretrained_model_name_or_path, **kwargs)
         return read_layout(config_dict), kwargs
+
+    @classmethod
+    def from_pretrained(cls, pretrained_model_name_or_path: str | os.PathLike, **kwargs: Any) -> "DSparkConfig":
+        """As that of transformers; a `ValueError` says which checkpoint cannot be used and why."""
+        try:
+            return super().from_pretrained(pretrained_model_name_or_path, **kwargs)
+        except OSError:
+            raise
+        except Exception as error:  # transformers has several of its own
+            raise ValueError(
+                f"The configuration of `{pretrained_model_name_or_path}` cannot be used: {str(error).rstrip('.')}."
+            ) from error
 
     def to_layout(self, layout: str) -> dict[str, Any]:
         """
@@ -226,7 +263,7 @@ def check_tapped_layers(layer_ids: list[int], num_target_layers: int) -> None:
     if layer_ids[-1] >= num_target_layers - 1:
         what = "the last layer" if layer_ids[-1] == num_target_layers - 1 else "a layer outside the target"
         raise ValueError(
-            f"`target_layer_ids` {layer_ids} name {what}: of {num_target_layers} layers those from 0 to "
+            f"`target_layer_ids` {shown(layer_ids)} name {what}: of {num_target_layers} layers those from 0 to "
             f"{num_target_layers - 2} can be tapped (-1 is the embedding output). vLLM, speculators and GGUF files "
             "count from 1."
         )

