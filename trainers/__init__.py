@@ -1,5 +1,6 @@
-"""Training and evaluation with transformers' Trainer: a callback that evaluates by generating text, and the trainer
-for block drafters with its data. It is built on `hf_specgen`, which never imports from here.
+"""Evaluation by generation while transformers' Trainer, or one built on it, trains: a callback and its parts.
+
+Built on `hf_specgen`, which never imports from here; only its commands do.
 """
 
 from .eval_generation import EvalGeneration, GeneratedTexts

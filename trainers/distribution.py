@@ -1,4 +1,4 @@
-"""Distribution: work over the ranks, and results or errors that all of them get. Knows no models."""
+"""Distribution: splits work over the ranks, and gives all of them the results or the error. Knows no models."""
 
 import pickle
 from collections.abc import Callable, Sequence
@@ -19,7 +19,7 @@ class BrokenPass(RuntimeError):
 
 def split_by_length(lengths: Sequence[int], num_ranks: int) -> list[list[int]]:
     """
-    Which items each rank takes: the longest first, each to the rank that has the least so far.
+    Which items each rank takes. They are given out longest first, each to the rank that has the least so far.
 
     Args:
         lengths (`Sequence[int]`): The cost of each item.

@@ -25,7 +25,7 @@ class GeneratedTexts:
 
     Args:
         completions (`list[Completion]`): by prompt and sample, each once.
-        seconds (`float`): what the slowest rank took.
+        seconds (`float`): the wall time of the slowest rank.
         stats ([`DecodingStats`]): the counts of all ranks.
     """
 
@@ -69,7 +69,7 @@ class EvalGeneration:
 
     def check(self, model: nn.Module, tokenizer: PreTrainedTokenizerBase) -> None:
         """
-        Finds out on all ranks what `generate` would fail with. Runs a few passes of the model, on all ranks.
+        Raises what `generate` would fail with. Every rank has to call it; it runs a few passes of the model.
 
         Raises:
             `ValueError` or `TypeError`: for a model that cannot be served, a draft model that does not fit, settings
@@ -109,7 +109,7 @@ class EvalGeneration:
         self, target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, rounds: SynchronisedRounds | None
     ) -> GeneratedTexts:
         start = time.perf_counter()
-        with nullcontext() if rounds is None else rounds.company():
+        with nullcontext() if rounds is None else rounds.in_step():
             backend = self._make_backend(target, tokenizer)
             share = self._share(target, tokenizer)
             prompts = [self.prompts[index] for index in share]

@@ -1,4 +1,4 @@
-"""EvalPrompts: what to generate from in an evaluation, and what would be right, out of lists and data sets.
+"""EvalPrompts: the prompts and references of an evaluation, read from lists and data sets.
 
 Knows no model and no tokenizer. A prompt never holds text of its reference.
 """
@@ -99,7 +99,7 @@ def _read(
     dataset: Dataset | IterableDataset, references: tuple | None, wanted: Columns, max_prompts: int | None
 ) -> EvalPrompts:
     if references is not None and wanted.completion_column is not None:
-        raise ValueError("`references` and `completion_column` both say what is right; give one of them.")
+        raise ValueError("`references` and `completion_column` both give references; use one of them.")
     if isinstance(dataset, Dataset):
         if references is not None and len(references) != len(dataset):
             raise ValueError(

@@ -50,7 +50,7 @@ class EvalMetric:
 
     def check_references(self, references: Sequence[Any] | None) -> None:
         """
-        Says before training what would fail after it.
+        Checks references before training, so that `compute` does not fail for them after it.
 
         Raises:
             `ValueError` or `TypeError`: where references are missing, or no texts for a metric that compares texts.

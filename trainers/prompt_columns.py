@@ -1,4 +1,4 @@
-"""Columns: where in the rows of a data set the prompts are and where the references, and how to part them.
+"""Columns: which columns of a data set hold prompts and references, and how a row is split into the two.
 
 Knows nothing of data sets but the names of their columns.
 """
@@ -81,7 +81,7 @@ class Columns:
 
     @property
     def has_references(self) -> bool:
-        """Whether rows hold what is right."""
+        """Whether rows hold references."""
         return self.prompt_column is None or self.completion_column is not None
 
     def split(self, row: Mapping[str, Any], number: int) -> tuple[Prompt, Any]:

@@ -1,5 +1,6 @@
-"""Sharding: how a model that is spread over ranks, or not, generates on all of them. Knows no prompts."""
+"""Sharding: makes a model generate on all ranks, whether each has the whole of it or a shard. Knows no prompts."""
 
+import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -24,8 +25,8 @@ logger = logging.get_logger(__name__)
 
 class SynchronisedRounds:
     """
-    Passes of a sharded model happen on all ranks or on none. Asked before every round whether any rank has work: one
-    sum over the ranks. The `has_unfinished_peers` of a backend.
+    Keeps the ranks of a sharded model in step: a pass happens on all of them or on none. Called before every round, it
+    tells whether any rank has work, by one sum over the ranks; a backend takes it as `has_unfinished_peers`.
 
     Args:
         model ([`~transformers.PreTrainedModel`]): The model, whose passes are watched.
@@ -34,11 +35,16 @@ class SynchronisedRounds:
     def __init__(self, model: PreTrainedModel):
         self.model = model
         self._is_pass_owed = False
-        self._depth = 0  # of passes that have begun and not ended; a module around the model calls it twice
-        self._hooks = [model.register_forward_pre_hook(self._enter), model.register_forward_hook(self._leave)]
+        self._broken: BaseException | None = None  # what was raised inside a pass, whoever catches it
+        self._hooks = [
+            model.register_forward_pre_hook(self._enter),
+            model.register_forward_hook(self._leave, always_call=True),
+        ]
 
     def __call__(self, is_busy: bool) -> bool:
-        """Whether any rank has work; then this one owes the others one pass."""
+        """Whether any rank has work; then this one owes the others one pass. Raises what broke an earlier pass."""
+        if self._broken is not None:
+            raise self._broken
         if not self._is_pass_owed:
             flag = torch.tensor(int(is_busy), device=PartialState().device)
             distributed.all_reduce(flag)
@@ -46,7 +52,7 @@ class SynchronisedRounds:
         return self._is_pass_owed
 
     @contextmanager
-    def company(self) -> Iterator[None]:
+    def in_step(self) -> Iterator[None]:
         """
         When the block raises, this rank runs dummy passes until the other ranks have finished, and then raises.
 
@@ -58,31 +64,31 @@ class SynchronisedRounds:
             try:
                 yield
             except Exception:
-                while self._depth == 0 and self(False):
+                while self._broken is None and self(False):
                     with torch.no_grad():
                         self.model(input_ids=torch.zeros(1, 1, dtype=torch.long, device=self.model.device))
                 raise
-        except Exception as error:
-            if self._depth == 0:
+        except Exception:
+            if (broken := self._broken) is None:
                 raise
             message = (
                 f"Rank {PartialState().process_index} failed inside a pass of a sharded model, which the other ranks "
-                f"cannot finish without it. Its error was {type(error).__name__}: {error}"
+                f"cannot finish without it. Its error was {type(broken).__name__}: {broken}"
             )
             logger.error(message)
-            raise BrokenPass(message) from error
+            raise BrokenPass(message) from broken
 
     def close(self) -> None:
-        """Watches no more."""
+        """Removes the hooks from the model."""
         for hook in self._hooks:
             hook.remove()
 
     def _enter(self, *args: Any) -> None:
         self._is_pass_owed = False
-        self._depth += 1
 
-    def _leave(self, *args: Any) -> None:
-        self._depth -= 1
+    def _leave(self, model: nn.Module, inputs: Any, output: Any) -> None:
+        if output is None:  # the hook is called while an exception leaves the pass
+            self._broken = sys.exc_info()[1]
 
 
 @contextmanager
@@ -167,7 +173,7 @@ def _synchronised(model: nn.Module) -> Iterator[tuple[PreTrainedModel, Synchroni
 @contextmanager
 def _entered_through(root: nn.Module, target: PreTrainedModel) -> Iterator[None]:
     """
-    Lets calls of `target` go in through the module around it, such as a `PeftModel`, whose hooks gather the
+    Makes calls of `target` enter through the module around it, such as a `PeftModel`, whose hooks gather the
     parameters that belong to no layer.
     """
     if root is target:

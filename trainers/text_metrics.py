@@ -10,7 +10,7 @@ from hf_specgen import Completion
 
 
 def alternatives(reference: Any, name: str) -> list[str]:
-    """The texts that are right for the metric `name`."""
+    """The reference of one prompt as a list of texts; errors name the metric `name`."""
     texts = [reference] if isinstance(reference, str) else reference
     if not isinstance(texts, Sequence) or not texts or not all(isinstance(text, str) for text in texts):
         raise TypeError(

@@ -78,7 +78,7 @@ def test_an_error_waits_until_the_round_is_complete(group):
     model.register_forward_pre_hook(lambda *args: passes.append(1))
     rounds = SynchronisedRounds(model)
     with pytest.raises(LookupError):
-        with rounds.company():
+        with rounds.in_step():
             rounds(True)
             raise LookupError("between the question and the pass")
     assert len(passes) == 1
@@ -95,7 +95,7 @@ def test_an_error_inside_a_pass_names_the_rank_and_waits_for_nobody(group, monke
         raise MemoryError("no room")
 
     def share():
-        with rounds.company():
+        with rounds.in_step():
             model(input_ids=torch.tensor([[3]]))
 
     model.model.layers[1].register_forward_pre_hook(fail)
@@ -115,6 +115,32 @@ def test_a_dummy_pass_that_fails_is_an_error_inside_a_pass(group):
 
     model.model.layers[1].register_forward_pre_hook(fail)
     with pytest.raises(BrokenPass, match="Rank 0 failed inside a pass"):
-        with rounds.company():
+        with rounds.in_step():
             rounds(True)
             raise LookupError("between the question and the pass")
+
+
+def test_an_error_inside_a_pass_that_somebody_catches_is_raised_at_the_next_round(group):
+    model = make_model()
+    rounds = SynchronisedRounds(model)
+    handle = model.model.layers[1].register_forward_pre_hook(lambda *args: 1 / 0)
+    with pytest.raises(BrokenPass, match="ZeroDivisionError"):
+        with rounds.in_step():
+            rounds(True)
+            try:
+                model(input_ids=torch.tensor([[3]]))
+            except ZeroDivisionError:
+                pass
+            handle.remove()
+            rounds(True)
+
+
+def test_an_error_outside_of_passes_that_is_handled_breaks_nothing(group):
+    model = make_model()
+    rounds = SynchronisedRounds(model)
+    with rounds.in_step():
+        try:
+            raise LookupError("before the pass")
+        except LookupError:
+            model(input_ids=torch.tensor([[3]]))
+        assert rounds(False) is False
