@@ -12,7 +12,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_specgen import Completion, DecodingStats, Drafter, SamplingParams, get_generation_backend
 from hf_specgen.engine import MAX_SEED
-from hf_specgen.serving import GenerationBackend, Prompt, PromptEncoder, backend_kind
+from hf_specgen.serving import GenerationBackend, Prompt, PromptEncoder, check_backend_settings
 
 from .distribution import on_all_ranks, split_by_length
 from .sharding import SynchronisedRounds, generating_model
@@ -55,7 +55,7 @@ class EvalGeneration:
     def __init__(self, prompts: Sequence[Prompt], params: SamplingParams, backend: str, settings: Mapping[str, Any]):
         if not isinstance(params, SamplingParams):
             raise TypeError(f"`params` has to be `SamplingParams`, but is {params!r}.")
-        backend_kind(backend).check_settings(settings)
+        check_backend_settings(backend, settings)
         self.prompts = prompts
         self.params = params
         self.backend = backend
@@ -78,12 +78,9 @@ class EvalGeneration:
 
         def check(target: PreTrainedModel) -> None:
             backend = self._make_backend(target, tokenizer)
-            kept = backend.settings
-            encoder = PromptEncoder(target, tokenizer, kept.truncate_prompt, kept.mask_undecodable)
             for index, prompt in enumerate(self.prompts):
-                for job in encoder.jobs(prompt, replace(self.params, n=1)):
-                    if job.error is not None:
-                        raise ValueError(f"Prompt {index} cannot be served: {job.error}") from job.error
+                if error := backend.refusal(prompt, replace(self.params, n=1)):
+                    raise ValueError(f"Prompt {index} cannot be served: {error}") from error
 
         with generating_model(model) as (target, _):
             on_all_ranks(lambda: check(target))

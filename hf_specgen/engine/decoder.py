@@ -53,6 +53,7 @@ class Decoder:
 
     Attributes:
         stats ([`DecodingStats`]): the counts so far.
+        in_pass (`list[Request]`): the requests whose tokens are in the current pass, or were in the last one.
 
     Raises:
         `ValueError`: if the loop cannot serve the target or the draft model, with the reason.
@@ -84,6 +85,7 @@ class Decoder:
         self.on_round = on_round
         self.trace = trace
         self.stats = DecodingStats()
+        self.in_pass: list[Request] = []
         for used, role in zip(self._models, ROLES):
             if reason := unsupported_reason(used):
                 raise ValueError(f"The decoding loop cannot serve this {role}: {reason}.")
@@ -184,6 +186,7 @@ class Decoder:
             return []
         start = time.perf_counter()
         measured = sum(self.stats.seconds.values())
+        self.in_pass = []
         self._seating.admit()
         try:
             progressed = self._prefill() if self._seating.is_prefill_next() else self._round()
@@ -209,6 +212,7 @@ class Decoder:
         """A round in which nothing is drafted, over newcomers; it yields tokens if it completes their prompts."""
         prefill = self._seating.next_pass()
         self.rows.span = prefill.span
+        self.in_pass = [self._seating.joining[seat] for seat in range(prefill.span.start, prefill.span.stop)]
         if prefill.is_last:
             self._seating.seat(prefill.span)
         candidates = Candidates.none(self.rows.num_spanned, self.rows.device)
@@ -226,6 +230,7 @@ class Decoder:
     def _round(self) -> list[Request]:
         occupied = [seat for seat, request in enumerate(self.rows.requests) if request is not None]
         self.rows.span = slice(occupied[0], occupied[-1] + 1)
+        self.in_pass = [request for _, request in self.rows.live()]
         with self._phase("draft"):
             candidates = self._draft()
         anchors, _ = padded([tokens or [0] for tokens in self.rows.pending(self.rows.cache)], self.rows.device)

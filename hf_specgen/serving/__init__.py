@@ -1,7 +1,7 @@
 """The second entry point: text in, text out, for serving and evaluation."""
 
 from .backend import GenerationBackend
-from .backends import backend_kind, get_generation_backend
+from .backends import check_backend_settings, get_generation_backend
 from .completion import Completion
 from .detokenizer import TextAssembler
 from .openai_request import from_openai
@@ -15,7 +15,7 @@ __all__ = [
     "PromptEncoder",
     "SamplingParams",
     "TextAssembler",
-    "backend_kind",
+    "check_backend_settings",
     "from_openai",
     "get_generation_backend",
 ]

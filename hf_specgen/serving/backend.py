@@ -4,125 +4,78 @@ Nothing runs in the background: whoever waits for text runs the next round, for 
 backend, and when nobody reads, nothing is computed.
 """
 
+import os
 import threading
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any, ClassVar
+import warnings
+from collections.abc import Callable, Mapping, Sequence
 
 from tqdm import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from ..arguments import checked_number
 from ..engine.decoder import Decoder
-from ..engine.drafter import Drafter
-from ..engine.scheduler import CacheLimits
 from ..engine.stats import DecodingStats
-from ..generation.enable import unwrap
 from .completion import Completion
-from .job import Job
+from .job import Call, Job
 from .prompt_encoder import Prompt, PromptEncoder
 from .sampling_params import SamplingParams
+from .shared_decoder import SharedDecoder
 from .streams import BatchStream, TextStream
 
 DEFAULT_PARAMS = SamplingParams()
 Params = SamplingParams | Sequence[SamplingParams]
+RequestIds = str | Sequence[str]
 
 
 class _Progress(tqdm):
     monitor_interval = 0  # no thread that watches the bar
 
 
-@dataclass(frozen=True)
-class BackendSettings:
-    """
-    Everything that can be set about a backend; each kind takes some of it.
-
-    Args:
-        max_batch_size (`int`, *optional*, defaults to 8):
-            Requests that are decoded side by side; the others wait.
-        max_tokens_in_cache (`int`, *optional*), prefill_chunk_size (`int`, *optional*, defaults to 512):
-            See [`CacheLimits`].
-        truncate_prompt (`str`, *optional*):
-            `"left"` keeps the end of a prompt that does not fit into the model's positions with its budget. By
-            default it is refused.
-        mask_undecodable (`bool`, *optional*, defaults to `True`):
-            Whether ids that the tokenizer cannot decode, and padding, are never generated or drafted.
-        draft_model (*optional*):
-            A [`DSparkModel`], a smaller causal language model with the same tokenizer, or a [`Drafter`]. The
-            speculative backend looks up n-grams in a row's own text if there is none.
-        num_assistant_tokens (`int`, *optional*), assistant_confidence_threshold (`float`, *optional*):
-            As in `generate`.
-    """
-
-    max_batch_size: int = 8
-    max_tokens_in_cache: int | None = None
-    prefill_chunk_size: int = 512
-    truncate_prompt: str | None = None
-    mask_undecodable: bool = True
-    draft_model: Any = None
-    num_assistant_tokens: int | None = None
-    assistant_confidence_threshold: float | None = None
+if hasattr(os, "register_at_fork"):  # another thread may be drawing a bar
+    os.register_at_fork(after_in_child=lambda: _Progress.set_lock(threading.RLock()))
 
 
 class GenerationBackend:
     """
-    Generates text with one model. Use one of its kinds, or [`get_generation_backend`].
+    Generates text with one model. Made by [`get_generation_backend`].
+
+    A model that is in training mode decodes in eval mode: dropout would make the text random. Its modules train on
+    afterwards. A backend can be pickled, copied and forked: it is then built anew, without its requests.
 
     Args:
-        model ([`~transformers.PreTrainedModel`]):
-            The target, in `eval` mode.
-        tokenizer ([`~transformers.PreTrainedTokenizerBase`]):
-            Its tokenizer; left as it is.
-        settings (`dict[str, Any]`, *optional*):
-            Fields of [`BackendSettings`] that this kind takes.
-
-    Raises:
-        `ValueError` or `TypeError`: for settings that are unknown or wrong, or models that the loop cannot serve.
+        make_decoder (`Callable[[], Decoder]`), make_encoder (`Callable[[], PromptEncoder]`):
+            Make the two parts for one model; they can be pickled where the backend is to be.
     """
 
-    name: ClassVar[str]
-    served_settings: ClassVar[frozenset[str]]
+    def __init__(self, make_decoder: Callable[[], Decoder], make_encoder: Callable[[], PromptEncoder]):
+        self._makers = (make_decoder, make_encoder)
+        self._encoder = make_encoder()
+        self._shared = SharedDecoder(make_decoder)
 
-    def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, **settings: Any):
-        self.check_settings(settings)
-        self.settings = BackendSettings(**self.fixed_settings(), **settings)
-        self.model = unwrap(model)
-        self.tokenizer = tokenizer
-        limits = CacheLimits(None, self.settings.max_tokens_in_cache, self.settings.prefill_chunk_size)
-        self._decoder = Decoder(self.model, self.make_drafter(), self.settings.max_batch_size, limits)
-        self._encoder = PromptEncoder(
-            self.model, tokenizer, self.settings.truncate_prompt, self.settings.mask_undecodable
-        )
-        self._lock = threading.Lock()
-        self._turn = threading.Lock()  # of who has the lock next: one thread's rounds do not shut the others out
-        self._jobs: dict[int, Job] = {}  # those that have not ended, by the id of their request
-        self._named: dict[str, Job] = {}
-        self._abandoned: deque[Job] = deque()
+    def __reduce__(self) -> tuple[type, tuple]:
+        return GenerationBackend, self._makers
 
-    @classmethod
-    def check_settings(cls, names: Iterable[str]) -> None:
-        """Raises `ValueError` if this kind does not take settings of all these names."""
-        if unknown := sorted(set(names) - cls.served_settings):
-            raise ValueError(
-                f"The backend {cls.name!r} has no setting `{unknown[0]}`; it takes {sorted(cls.served_settings)}."
-            )
+    @property
+    def model(self) -> PreTrainedModel:
+        """The target."""
+        return self._encoder.model
 
-    def fixed_settings(self) -> dict[str, Any]:
-        """What this kind does not leave to the caller."""
-        return {}
-
-    def make_drafter(self) -> Drafter | None:
-        """What proposes candidates, None for plain decoding."""
-        return None
+    @property
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        """Its tokenizer."""
+        return self._encoder.tokenizer
 
     @property
     def stats(self) -> DecodingStats:
         """The counts of everything so far."""
-        return self._decoder.stats
+        return self._shared.decoder.stats
 
     def stream(
-        self, prompt: Prompt, params: SamplingParams = DEFAULT_PARAMS, request_id: str | None = None
+        self,
+        prompt: Prompt,
+        params: SamplingParams = DEFAULT_PARAMS,
+        request_id: str | None = None,
+        timeout: float | None = None,
     ) -> TextStream:
         """
         Yields one text as it grows. No piece holds half a character, or a part of a stop string.
@@ -132,8 +85,8 @@ class GenerationBackend:
                 Text, ids, or chat messages, to which the chat template is applied.
             params ([`SamplingParams`], *optional*):
                 How to decode, with `n` of 1.
-            request_id (`str`, *optional*):
-                A name for [`~GenerationBackend.abort`].
+            request_id (`str`, *optional*), timeout (`float`, *optional*):
+                As in `generate`.
 
         Raises:
             `ValueError` or `TypeError`: if the request is refused, at once. What fails later is raised by the stream.
@@ -141,12 +94,19 @@ class GenerationBackend:
         jobs = self._encoder.jobs(prompt, params)
         if len(jobs) > 1:
             raise ValueError(f"`stream` yields one text, but `n` is {len(jobs)}; use `stream_batch`.")
-        self._submit(jobs, request_id)
+        call = _named([jobs], request_id)
+        stream = self._submitted(call, timeout)
         if jobs[0].error is not None:
             raise jobs[0].error
-        return TextStream(BatchStream(self, jobs))
+        return TextStream(stream)
 
-    def stream_batch(self, prompts: Sequence[Prompt], params: Params = DEFAULT_PARAMS) -> BatchStream:
+    def stream_batch(
+        self,
+        prompts: Sequence[Prompt],
+        params: Params = DEFAULT_PARAMS,
+        request_ids: RequestIds | None = None,
+        timeout: float | None = None,
+    ) -> BatchStream:
         """
         Yields pieces of many texts as they grow, as `(number of the completion, piece)`.
 
@@ -155,19 +115,22 @@ class GenerationBackend:
                 Prompts as in `stream`.
             params ([`SamplingParams`] or a sequence of them, *optional*):
                 For all prompts, or one for each.
+            request_ids (`str` or `Sequence[str]`, *optional*), timeout (`float`, *optional*):
+                As in `generate`.
         """
-        jobs = self._encode_all(prompts, params)
-        self._submit(jobs)
-        return BatchStream(self, jobs)
+        return self._submitted(_named(self._encode_all(prompts, params), request_ids), timeout)
 
     def generate(
         self,
         prompts: Sequence[Prompt],
         params: Params = DEFAULT_PARAMS,
         has_unfinished_peers: Callable[[bool], bool] | None = None,
+        request_ids: RequestIds | None = None,
+        timeout: float | None = None,
+        raise_on_error: bool = False,
     ) -> list[Completion]:
         """
-        Completes many prompts, with a progress bar on a terminal.
+        Completes many prompts, with a progress bar on a terminal. If its thread is interrupted, its requests end.
 
         Args:
             prompts (`Sequence`):
@@ -176,117 +139,102 @@ class GenerationBackend:
                 For all prompts, or one for each.
             has_unfinished_peers (`Callable[[bool], bool]`, *optional*):
                 For a model that is sharded over ranks, whose passes happen on all of them: see [`Decoder.run`].
+            request_ids (`str` or `Sequence[str]`, *optional*):
+                Names for [`~GenerationBackend.abort`]: one for the whole call, or one for each prompt.
+            timeout (`float`, *optional*):
+                Seconds after which requests end that have not ended, with finish reason `"time"`, between two rounds.
+            raise_on_error (`bool`, *optional*, defaults to `False`):
+                Whether to raise the first error as soon as a request is refused or has failed.
 
         Returns:
             The completions in the order of the prompts, `n` for each. A request that was refused or failed has the
-            finish reason `"error"` and its `error`; the others are not concerned.
+            finish reason `"error"` and its `error`; the others are not concerned. An exception of the model fails the
+            requests whose tokens were in that pass. One warning per call tells how many failed, and the first reason.
         """
-        jobs = self._encode_all(prompts, params)
-        self._submit(sorted(jobs, key=lambda job: -job.budget))  # the longest first, so that few seats are empty last
+        call = _named(self._encode_all(prompts, params), request_ids)
         try:
-            with _Progress(total=len(jobs), desc="prompts", disable=None if len(jobs) > 1 else True) as progress:
-                pending = [job for job in jobs if not job.is_done]
-                while has_unfinished_peers(bool(pending)) if has_unfinished_peers else pending:
-                    with self._exclusively():
-                        if pending:
-                            self._step()
-                        else:
-                            self._decoder.idle_pass()
-                    pending = [job for job in pending if not job.is_done]
-                    progress.update(len(jobs) - len(pending) - progress.n)
+            self._submit(call, timeout, longest_first=True)  # so that few slots are empty last
+            with _Progress(total=len(call.jobs), desc="prompts", disable=None if len(call.jobs) > 1 else True) as bar:
+                while has_unfinished_peers(call.num_open > 0) if has_unfinished_peers else call.num_open:
+                    if raise_on_error and call.error is not None:
+                        break
+                    if has_unfinished_peers:
+                        self._shared.run_pass(call)
+                    else:
+                        self._shared.advance(call)
+                    bar.update(len(call.jobs) - call.num_open - bar.n)
         finally:
-            self._release(jobs)
-        return [job.completion() for job in jobs]
+            self._shared.release(call.jobs)
+        if raise_on_error and call.error is not None:
+            raise call.error
+        completions = [job.completion() for job in call.jobs]
+        _tell_of_errors(completions)
+        return completions
 
     def abort(self, request_id: str) -> bool:
-        """Ends the request of that name with finish reason `"aborted"`; whether there was one that had not ended."""
-        with self._exclusively():
-            job = self._named.get(request_id)
-            if job is None or job.is_done:
-                return False
-            self._drop(job)
-            return True
+        """
+        Ends the requests of that name with finish reason `"aborted"`, at the latest when the round ends that is being
+        run. Never waits. Returns whether there was one that had not ended.
+        """
+        return self._shared.abort(request_id)
 
-    def _encode_all(self, prompts: Sequence[Prompt], params: Params) -> list[Job]:
+    def refusal(self, prompt: Prompt, params: SamplingParams = DEFAULT_PARAMS) -> Exception | None:
+        """What a request would be refused with, None if it would be served. Runs nothing."""
+        job = self._encoder.jobs(prompt, params)[0]
+        if job.error is None:
+            call = Call([job])
+            self._shared.submit(call)
+            self._shared.release(call.jobs)
+        return job.error
+
+    def _encode_all(self, prompts: Sequence[Prompt], params: Params) -> list[list[Job]]:
+        """The jobs of each prompt."""
         if isinstance(prompts, (str, Mapping)) or not isinstance(prompts, Sequence):
             raise TypeError(f"`prompts` has to be a list of prompts, but is {prompts!r}.")
         each = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
         if len(each) != len(prompts):
             raise ValueError(f"`params` has to hold one entry per prompt, {len(prompts)}, but holds {len(each)}.")
-        return [
-            job
-            for index, (prompt, own) in enumerate(zip(prompts, each))
-            for job in self._encoder.jobs(prompt, own, index)
-        ]
+        return [self._encoder.jobs(prompt, own, index) for index, (prompt, own) in enumerate(zip(prompts, each))]
 
-    def _submit(self, jobs: list[Job], request_id: str | None = None) -> None:
-        """Queues the jobs; one that the decoder refuses keeps the error."""
-        with self._exclusively():
-            if request_id is not None:
-                if request_id in self._named:
-                    raise ValueError(f"`request_id` {request_id!r} belongs to a request that has not ended.")
-                self._named[request_id] = jobs[0]
-            accepted = [(job, job.request) for job in jobs if job.request is not None]
-            try:
-                self._decoder.add(*(request for _, request in accepted))
-            except ValueError:  # of some; the others are not concerned
-                for job, request in accepted:
-                    try:
-                        self._decoder.add(request)
-                    except ValueError as error:
-                        job.error = error
-            self._jobs |= {id(request): job for job, request in accepted}
+    def _submit(self, call: Call, timeout: float | None, longest_first: bool = False) -> None:
+        deadline = None
+        if timeout is not None:
+            if checked_number("timeout", timeout) <= 0:
+                raise ValueError(f"`timeout` has to be above 0 seconds, but is {timeout}. Pass None for none.")
+            deadline = self._shared.clock() + timeout
+        self._shared.submit(call, deadline, longest_first)
 
-    def _advance(self, jobs: list[Job]) -> list[tuple[int, str]]:
-        """Runs rounds until one of the jobs has a piece; none if all have ended."""
-        while True:
-            with self._exclusively():
-                pieces = [(number, piece) for number, job in enumerate(jobs) if (piece := job.take_piece())]
-                if pieces or all(job.is_done for job in jobs):
-                    return pieces
-                self._step()
-
-    def _step(self) -> None:
-        """One round for everyone. If it fails, every job that has not ended does, with that error."""
+    def _submitted(self, call: Call, timeout: float | None) -> BatchStream:
         try:
-            with self._decoder.fast_attention():
-                self._decoder.step()
-        except BaseException as error:
-            for job in list(self._jobs.values()):
-                job.error = error if isinstance(error, Exception) else RuntimeError("Generation was interrupted.")
-                self._drop(job)
+            self._submit(call, timeout)
+            return BatchStream(call, self._shared.advance, self._shared.release)
+        except BaseException:  # an interrupt: nobody will read what is queued
+            self._shared.release(call.jobs)
             raise
 
-    @contextmanager
-    def _exclusively(self) -> Iterator[None]:
-        """Holds the lock, and tidies up before it is given back."""
-        with self._turn:
-            self._lock.acquire()
-        try:
-            yield
-        finally:
-            try:
-                self._tidy_up()
-            finally:
-                self._lock.release()
-            self._release([])  # those left behind since
 
-    def _tidy_up(self) -> None:
-        while self._abandoned:
-            self._drop(self._abandoned.popleft())
-        self._jobs = {key: job for key, job in self._jobs.items() if not job.is_done}
-        self._named = {name: job for name, job in self._named.items() if not job.is_done}
-        if not self._decoder.has_unfinished:
-            self._decoder.release()
+def _named(jobs: list[list[Job]], request_ids: RequestIds | None) -> Call:
+    """A call of the jobs of each prompt, with their names."""
+    names = [request_ids] * len(jobs) if request_ids is None or isinstance(request_ids, str) else list(request_ids)
+    if any(name is not None and not isinstance(name, str) for name in names):
+        raise TypeError(f"Request ids have to be texts, but are {request_ids!r}.")
+    if len(names) != len(jobs):
+        raise ValueError(f"`request_ids` has to hold one name per prompt, {len(jobs)}, but holds {len(names)}.")
+    if not isinstance(request_ids, str) and request_ids is not None and len(set(names)) < len(names):
+        raise ValueError(f"`request_ids` has to hold each name once, but is {request_ids!r}.")
+    for name, own in zip(names, jobs):
+        for job in own:
+            job.name = name
+    return Call([job for own in jobs for job in own])
 
-    def _release(self, jobs: list[Job], is_collected: bool = False) -> None:
-        """Ends jobs that nobody waits for."""
-        self._abandoned.extend(job for job in jobs if not job.is_done)
-        # The collector may run inside a round, on the thread that holds the lock: then that round sees to them.
-        if self._abandoned and not (is_collected and (self._turn.locked() or self._lock.locked())):
-            with self._exclusively():
-                pass
 
-    def _drop(self, job: Job) -> None:
-        if job.request is not None:
-            self._decoder.abort(job.request)
+def _tell_of_errors(completions: list[Completion]) -> None:
+    failed = [completion for completion in completions if completion.error is not None]
+    if failed:
+        first = failed[0]
+        warnings.warn(
+            f"{len(failed)} of {len(completions)} requests were refused or failed: see `error` of their completions, "
+            f"or pass `raise_on_error=True`. The first one is of prompt {first.index}: "
+            f"{type(first.error).__name__}: {first.error}",
+            stacklevel=3,
+        )

@@ -1,53 +1,71 @@
-"""Streams: texts as they become final, one or many. Reading runs the rounds; to stop reading frees the seats."""
+"""Streams: texts as they become final, one or many. Reading runs the rounds; to stop reading frees the slots."""
 
-from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator
 
+from ..engine.request import TokenLogprobs
 from .completion import Completion
-from .job import Job
-
-if TYPE_CHECKING:
-    from .backend import GenerationBackend
+from .job import Call, Job, Piece
 
 
 class BatchStream(Iterator[tuple[int, str]]):
     """
     Pieces of many texts as they become final, each with the number of its completion. Closing or dropping it frees
-    the seats.
+    the slots, in any thread and at any time: the garbage collector may do so inside a round.
+
+    Args:
+        call ([`Call`]):
+            The jobs whose texts are read.
+        advance (`Callable[[Call], list[Piece]]`):
+            Runs rounds until there are pieces, and returns none once all jobs have ended.
+        release (`Callable[[list[Job]], None]`):
+            Ends jobs without waiting.
 
     Attributes:
         completions (`list[Completion]`, *optional*): the answers, once the stream has ended.
+        logprobs (`tuple[TokenLogprobs, ...]`): if asked for, of the tokens that came since the piece before the last
+            one. Tokens behind a text's last piece, such as the id that ended it, have theirs in the completion only.
     """
 
-    def __init__(self, backend: "GenerationBackend", jobs: list[Job]):
-        self._backend = backend
-        self._jobs = jobs
-        self._pieces: list[tuple[int, str]] = []
+    def __init__(self, call: Call, advance: Callable[[Call], list[Piece]], release: Callable[[list[Job]], None]):
+        self._call = call
+        self._advance = advance
+        self._release = release
+        self._pieces: list[Piece] = []  # the next one is the last
         self.completions: list[Completion] | None = None
+        self.logprobs: tuple[TokenLogprobs, ...] = ()
+
+    def __enter__(self) -> "BatchStream":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
 
     def __next__(self) -> tuple[int, str]:
-        while not self._pieces and self.completions is None:
-            self._pieces = self._backend._advance(self._jobs)[::-1]
+        if not self._pieces and self.completions is None:
+            self._pieces = self._advance(self._call)[::-1]
             if not self._pieces:
-                self.completions = [job.completion() for job in self._jobs]
-        if self._pieces:
-            return self._pieces.pop()
-        raise StopIteration
+                self.completions = [job.completion() for job in self._call.jobs]
+        if not self._pieces:
+            raise StopIteration
+        piece = self._pieces.pop()
+        self.logprobs = piece.logprobs
+        return piece.number, piece.text
 
     def close(self) -> None:
         """Ends the requests that have not ended by themselves."""
-        self._backend._release(self._jobs)
+        self._release(self._call.jobs)
 
     def __del__(self) -> None:
-        self._backend._release(self._jobs, is_collected=True)
+        self.close()
 
 
 class TextStream(Iterator[str]):
     """
-    Pieces of one text as they become final. Closing or dropping it frees the seat.
+    Pieces of one text as they become final. Closing or dropping it frees the slot, as with [`BatchStream`].
 
     Attributes:
         completion ([`Completion`], *optional*): the answer, once the stream has ended.
+        logprobs (`tuple[TokenLogprobs, ...]`): of the tokens that came with the last piece, if asked for.
     """
 
     def __init__(self, batch: BatchStream):
@@ -66,6 +84,10 @@ class TextStream(Iterator[str]):
     @property
     def completion(self) -> Completion | None:
         return None if self._batch.completions is None else self._batch.completions[0]
+
+    @property
+    def logprobs(self) -> tuple[TokenLogprobs, ...]:
+        return self._batch.logprobs
 
     def __next__(self) -> str:
         try:

@@ -10,7 +10,7 @@ import pytest
 
 from hf_specgen.commands import generate, models, runner
 from hf_specgen.commands.runner import COMMANDS, run
-from hf_specgen.serving.backends import BACKENDS
+from hf_specgen.serving.backends import KINDS
 from tests.support.launching import LIMIT, ROOT, environment_of_a_script, start_script
 
 HI = ["--prompt", "hi"]
@@ -162,7 +162,7 @@ def test_another_process_says_which_one_it_is(monkeypatch, capsys):
 def test_the_backends_that_can_be_asked_for_are_those_that_there_are(capsys):
     with pytest.raises(SystemExit):
         run("generate", [*HI, "--backend", "?"])
-    assert f"(choose from {', '.join(map(repr, sorted(BACKENDS)))})" in capsys.readouterr().err
+    assert f"(choose from {', '.join(map(repr, sorted(KINDS)))})" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", COMMANDS)

@@ -23,6 +23,7 @@ from tests.support.serving import (
     random_prompts,
     target_of,
 )
+from tests.support.streaming import assert_idle
 from tests.support.tokenizers import LETTERS, TOKENIZER, ids_of, letters_tokenizer
 
 # Prompts
@@ -56,7 +57,7 @@ def refused(prompt, params=None, kind="batched", **settings):
     with pytest.raises(type(middle.error)) as raised:
         backend.stream(prompt, params)
     assert str(raised.value) == str(middle.error)
-    assert (backend._jobs, backend._named, backend._decoder.has_unfinished) == ({}, {}, False)
+    assert_idle(backend)
     return middle.error
 
 
@@ -218,27 +219,64 @@ def test_bans_of_everything_are_an_error_of_their_request():
 
 @pytest.mark.parametrize("number", [1, 2, 6])
 @pytest.mark.parametrize("kind", KINDS)
-def test_model_that_raises_reaches_the_caller_and_the_backend_goes_on(monkeypatch, kind, number):
+def test_model_that_raises_fails_the_requests_of_its_pass_and_the_backend_goes_on(monkeypatch, kind, number):
     backend = backend_of(kind)
-    prompts, params = random_prompts(5, seed=16), greedy(12)
+    prompts, params = random_prompts(5, seed=16), [greedy(12)] * 5
     with monkeypatch.context() as patch:
         patch.setattr(target_of(), "forward", raise_at(target_of().forward, number))
-        with pytest.raises(Fault, match="broken"):
-            backend.generate(prompts, params)
-    assert (backend._jobs, backend._named, backend._decoder.has_unfinished) == ({}, {}, False)
-    assert backend._decoder.rows.cache.num_allocated_rows == 0
-    assert_answers(backend.generate(prompts, params), prompts, [params] * 5)
+        with pytest.warns(UserWarning, match="of 5 requests were refused or failed.*Fault: broken"):
+            found = backend.generate(prompts, params)
+    failed = [c for c in found if c.error is not None]
+    assert failed and all(isinstance(c.error, Fault) and c.finish_reason == "error" for c in failed)
+    for completion in found:
+        text = plain_text(prompts[completion.index], params[0])[0]
+        assert completion.text == text if completion.error is None else text.startswith(completion.text)
+    assert len(failed) == 1 or kind != "eager"
+    assert_idle(backend)
+    assert_answers(backend.generate(prompts, params), prompts, params)
 
 
 @pytest.mark.parametrize("kind", ["speculative", "dspark"])
-def test_draft_model_that_raises_reaches_the_caller_and_the_backend_goes_on(monkeypatch, kind):
+def test_draft_model_that_raises_fails_the_requests_of_its_pass_and_the_backend_goes_on(monkeypatch, kind):
     backend = backend_of(kind)
     prompts, params, draft = random_prompts(5, seed=16), greedy(12), drafter_of("llama", kind)
     with monkeypatch.context() as patch:
         patch.setattr(draft, "forward", raise_at(draft.forward, 3))
         with pytest.raises(Fault, match="broken"):
-            backend.generate(prompts, params)
+            backend.generate(prompts, params, raise_on_error=True)
+    assert_idle(backend)
     assert_answers(backend.generate(prompts, params), prompts, [params] * 5)
+
+
+def test_one_warning_a_call_tells_how_many_requests_failed(recwarn):
+    backend = backend_of("batched")
+    backend.generate(["abc", "xyz"], greedy(5))
+    assert len(recwarn) == 0
+    for _ in range(2):
+        with pytest.warns(UserWarning) as warned:
+            backend.generate(["abc", [], "xyz", [999]], greedy(5))
+        assert len(warned) == 1 and __file__ == warned[0].filename
+        assert str(warned[0].message).startswith("2 of 4 requests were refused or failed")
+        assert "of prompt 1: ValueError: `prompt_ids` is empty" in str(warned[0].message)
+
+
+def test_first_error_is_raised_before_anything_runs_where_it_is_asked_for():
+    backend = backend_of("batched")
+    for prompts in (["abc", [], [999]], [[]]):
+        with pytest.raises(ValueError, match="empty"):
+            backend.generate(prompts, greedy(5), raise_on_error=True)
+    assert backend.stats.target_forwards == 0
+    assert_idle(backend)
+    assert_answers(backend.generate(["abc"], greedy(5), raise_on_error=True), ["abc"], [greedy(5)])
+
+
+def test_refusal_tells_what_a_request_would_be_refused_with():
+    backend = backend_of("batched", max_tokens_in_cache=100)
+    assert backend.refusal("abc", greedy(5)) is None
+    assert "`max_tokens_in_cache` is 100" in str(backend.refusal("abc", greedy(50)))
+    assert "exceed the model's 256 positions" in str(backend.refusal("abc", greedy(256)))
+    assert backend.stats.target_forwards == 0
+    assert_idle(backend)
 
 
 # What a completion tells

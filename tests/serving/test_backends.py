@@ -2,28 +2,28 @@
 
 import pytest
 
-from hf_specgen import PromptLookupDrafter
-from hf_specgen.serving.backends import (
-    BACKENDS,
-    BatchedGenerationBackend,
-    DSparkGenerationBackend,
-    EagerGenerationBackend,
-    SpeculativeDecodingGenerationBackend,
-    get_generation_backend,
-)
+from hf_specgen import CausalLMDrafter, DSparkDrafter, PromptLookupDrafter
+from hf_specgen.serving import GenerationBackend
+from hf_specgen.serving.backends import get_generation_backend
 from tests.support.serving import KINDS, assert_answers, backend_of, greedy, random_prompts, target_of
 from tests.support.tokenizers import TOKENIZER
 
 
-def test_backends_by_name():
-    assert BACKENDS == {
-        "eager": EagerGenerationBackend,
-        "batched": BatchedGenerationBackend,
-        "speculative": SpeculativeDecodingGenerationBackend,
-        "dspark": DSparkGenerationBackend,
+def test_kinds_differ_by_width_and_drafter():
+    backends = {kind: backend_of(kind) for kind in KINDS}
+    assert all(type(backend) is GenerationBackend for backend in backends.values())
+    decoders = {kind: backend._shared.decoder for kind, backend in backends.items()}
+    assert {kind: len(decoder.rows.requests) for kind, decoder in decoders.items()} == {
+        **dict.fromkeys(KINDS, 8),
+        "eager": 1,
     }
-    for kind in KINDS:
-        assert type(backend_of(kind)) is BACKENDS[kind.replace("lookup", "speculative")]
+    assert {kind: type(decoder.drafter) for kind, decoder in decoders.items()} == {
+        "eager": type(None),
+        "batched": type(None),
+        "lookup": PromptLookupDrafter,
+        "speculative": CausalLMDrafter,
+        "dspark": DSparkDrafter,
+    }
 
 
 @pytest.mark.parametrize("name", ["vllm", "", "Eager", None])
@@ -85,6 +85,8 @@ def test_draft_model_may_be_a_drafter():
 def test_model_and_tokenizer_of_wrong_types_are_refused():
     with pytest.raises(TypeError, match="transformers model .* but got 'str'"):
         get_generation_backend("batched", "gpt2", TOKENIZER)
+    with pytest.raises(TypeError, match="`tokenizer` has to be a transformers tokenizer, but is a 'str'"):
+        get_generation_backend("batched", target_of(), "gpt2")
 
 
 def test_max_tokens_in_cache_of_a_backend():

@@ -3,13 +3,15 @@
 import gc
 import itertools
 import threading
+import traceback
+import weakref
 
 import pytest
+import torch
 from tqdm import tqdm
 
-from hf_specgen.engine.decoder import Decoder
-from hf_specgen.serving.backend import GenerationBackend
 from hf_specgen.serving.detokenizer import REPLACEMENT
+from hf_specgen.serving.fair_lock import FairLock
 from tests.support.serving import Fault, raise_at
 from tests.support.streaming import (
     Threads,
@@ -17,6 +19,7 @@ from tests.support.streaming import (
     byte_backend_of,
     byte_models,
     endless,
+    is_free,
     random_byte_prompts,
     random_params,
 )
@@ -51,7 +54,7 @@ def test_name_of_a_request_that_has_not_ended_is_refused():
     first = backend.stream("hi", endless(), request_id="x")
     with pytest.raises(ValueError, match="`request_id` 'x' belongs to a request that has not ended"):
         backend.stream("a", endless(), request_id="x")
-    assert len(backend._jobs) == 1
+    assert len(backend._shared._open) == 1
     next(first)
     first.close()
     second = backend.stream("a", endless(), request_id="x")
@@ -73,34 +76,76 @@ def test_name_of_a_request_that_was_refused_is_free():
 # Failures
 
 
+@pytest.mark.parametrize("number", [1, 2, 3, 6])
 @pytest.mark.parametrize("kind", ["batched", "speculative", "dspark"])
-def test_exception_of_the_model_reaches_every_consumer(monkeypatch, kind):
-    backend, target = byte_backend_of(kind), byte_models()["target"]
-    expected = "".join(backend.stream("hi", endless()))
-    first, second = backend.stream("hi", endless(), request_id="x"), backend.stream("a", endless())
-    many = backend.stream_batch(["b"] * 9, endless())
-    next(first)
+def test_exception_of_the_model_reaches_the_readers_of_its_pass_whoever_runs_it(monkeypatch, kind, number):
+    """Every request whose tokens were in the pass fails with it; all others give their whole text."""
+    backend, target = byte_backend_of(kind, max_batch_size=4, prefill_chunk_size=8), byte_models()["target"]
+    prompts = ["hi", "a", "b" * 20, "c" * 40, "waits"]
+    expected = ["".join(byte_backend_of(kind).stream(prompt, endless())) for prompt in prompts]
+    streams = [backend.stream(prompt, endless(), request_id=prompt) for prompt in prompts]
+    texts = ["", "", "", "", ""]
+    texts[1] += next(streams[1])
+    concerned = []
+
+    def failing(*args, **kwargs):
+        if len(concerned) == 0 and next(calls) == number:
+            concerned.extend(backend._shared.decoder.in_pass)
+            raise Fault("broken")
+        return forward(*args, **kwargs)
+
+    forward, calls, errors = target.forward, itertools.count(1), []
     with monkeypatch.context() as patch:
-        patch.setattr(target, "forward", raise_at(target.forward, 3))
-        with pytest.raises(Fault, match="broken") as raised:
-            list(first)
-    assert_idle(backend)
-    with pytest.raises(Fault) as again:
-        list(second)
-    assert again.value is raised.value
-    list(many)
-    assert all(c.error is raised.value and c.finish_reason == "error" for c in many.completions)
-    with pytest.raises(Fault):
-        list(first)
-    assert first.completion.finish_reason == "error" and expected.startswith(first.completion.text.rstrip(REPLACEMENT))
-    assert backend.abort("x") is False
-    assert "".join(backend.stream("hi", endless(), request_id="x")) == expected
+        patch.setattr(target, "forward", failing)
+        for index in (4, 0, 1, 2, 3):  # the first one to run the rounds waits for a slot
+            is_concerned = None
+            try:
+                for piece in streams[index]:
+                    texts[index] += piece
+            except Fault as error:
+                errors.append(error)
+                is_concerned = True
+            (job,) = streams[index]._batch._call.jobs
+            assert (job.request in concerned) == bool(is_concerned)
+    assert 0 < len(errors) < 5 and len({id(error) for error in errors}) == 1
+    for text, whole, stream in zip(texts, expected, streams, strict=True):
+        failed = stream.completion.error is not None
+        assert stream.completion.finish_reason == ("error" if failed else "length")
+        assert whole.startswith(text.rstrip(REPLACEMENT)) if failed else whole == text
+        if failed:
+            with pytest.raises(Fault):
+                list(stream)
+    assert not any(backend.abort(prompt) for prompt in prompts)
+    assert "".join(backend.stream("hi", endless(), request_id="hi")) == expected[0]
     assert_idle(backend)
 
 
-def test_interrupt_in_a_round_reaches_who_runs_it_and_ends_the_others(monkeypatch):
+def test_error_of_a_pass_does_not_keep_its_tensors(monkeypatch):
     backend, target = byte_backend_of("batched"), byte_models()["target"]
-    reading, other = backend.stream("hi", endless()), backend.stream("a", endless())
+    kept = []
+
+    def failing(*args, **kwargs):
+        logits = torch.zeros(10)
+        kept.append(weakref.ref(logits))
+        try:
+            raise KeyError("cause")
+        except KeyError as error:
+            raise Fault("broken") from error
+
+    with monkeypatch.context() as patch:
+        patch.setattr(target, "forward", failing)
+        with pytest.warns(UserWarning, match="broken"):
+            completions = backend.generate(["hi", "a"], endless())
+    gc.collect()
+    assert [type(c.error) for c in completions] == [Fault, Fault]
+    assert kept and all(tensor() is None for tensor in kept)
+    assert "failing" in "".join(traceback.format_exception(completions[0].error)), "the lines are still told"
+
+
+def test_interrupt_in_a_round_reaches_who_runs_it_and_ends_those_in_the_round(monkeypatch):
+    backend, target = byte_backend_of("batched", max_batch_size=2), byte_models()["target"]
+    expected = "".join(backend.stream("c", endless()))
+    reading, other, waiting = (backend.stream(prompt, endless()) for prompt in ("hi", "a", "c"))
     next(reading)
 
     def interrupted(*args, **kwargs):
@@ -110,27 +155,25 @@ def test_interrupt_in_a_round_reaches_who_runs_it_and_ends_the_others(monkeypatc
         patch.setattr(target, "forward", interrupted)
         with pytest.raises(KeyboardInterrupt):
             list(reading)
-        assert_idle(backend)
-        with pytest.raises(KeyboardInterrupt):
-            backend.generate(["hi"], endless())
+        assert is_free(backend._shared._lock)
+    for stream in (reading, other):
+        with pytest.raises(RuntimeError, match="interrupted"):
+            list(stream)
+        assert stream.completion.finish_reason == "error"
+    assert "".join(waiting) == expected
     assert_idle(backend)
-    with pytest.raises(RuntimeError, match="interrupted"):
-        list(other)
-    assert other.completion.finish_reason == "error"
-    assert len("".join(backend.stream("hi", endless()))) > 20
 
 
-def test_interrupt_between_rounds_frees_the_seats_of_generate(monkeypatch):
-    backend = byte_backend_of("batched")
-    step = backend._step
-    counter = itertools.count()
+def test_interrupt_between_rounds_frees_the_slots_of_generate(monkeypatch):
+    backend, rounds = byte_backend_of("batched"), itertools.count()
+    advance = backend._shared.advance
 
-    def interrupted():
-        step()
-        if next(counter) == 3:
+    def interrupted(call):
+        if next(rounds) == 3:
             raise KeyboardInterrupt
+        return advance(call)
 
-    monkeypatch.setattr(backend, "_step", interrupted)
+    monkeypatch.setattr(backend._shared, "advance", interrupted)
     with pytest.raises(KeyboardInterrupt):
         backend.generate(["hi"] * 20, endless())
     assert_idle(backend)
@@ -213,7 +256,7 @@ def test_seat_is_freed_while_another_thread_decodes(how):
             del stream
             assert backend.abort("x") in (True, False)
         assert backend.abort("x") is False
-        assert len(backend._jobs) <= 1
+        assert len(backend._shared._open) <= 1
     stopped.set()
     threads.join()
     assert_idle(backend)
@@ -236,53 +279,19 @@ def test_abort_ends_a_stream_that_another_thread_reads():
     assert_idle(backend)
 
 
-class Name(str):
-    """Notes when it is looked up."""
-
-    def __new__(cls, looked_up):
-        made = super().__new__(cls, "unknown")
-        made.looked_up = looked_up
-        return made
-
-    def __hash__(self):
-        self.looked_up.append(1)
-        return super().__hash__()
-
-
-def test_thread_that_waits_comes_next():
-    """Not when the one that runs rounds without a pause is done with all of them."""
-    backend, num_next = byte_backend_of("batched"), 0
-    for _ in range(30):
-        asking, looked_up = threading.Event(), []
-
-        def ask(asking=asking, looked_up=looked_up):
-            asking.set()
-            backend.abort(Name(looked_up))
-
-        with backend._exclusively():
-            threads = Threads(ask)
-            assert asking.wait(30)
-        with backend._exclusively():
-            num_next += bool(looked_up)
-        threads.join()
-    assert num_next >= 25, f"only {num_next} of 30; a few may not have been waiting yet"
-
-
-def test_stream_dropped_while_its_seat_is_tidied_up_is_seen_to(monkeypatch):
-    """The collector may run between the last look at what was abandoned and the moment the lock is free."""
+def test_stream_dropped_while_a_round_ends_is_seen_to(monkeypatch):
+    """The collector may run between the last look at what was released and the moment the lock is free."""
     backend = byte_backend_of("batched")
-    streams = [backend.stream("hi", endless())]
+    streams = [backend.stream("hi", endless()), backend.stream("a", endless())]
     next(streams[0])
-    look = Decoder.has_unfinished.fget
+    leave = FairLock._leave
 
-    def drop_and_look(decoder):
-        if backend._lock.locked():  # the last line of tidying up
-            streams.clear()
-        return look(decoder)
+    def drop_and_leave(lock):
+        streams.clear()
+        leave(lock)
 
-    monkeypatch.setattr(Decoder, "has_unfinished", property(drop_and_look))
-    monkeypatch.setattr(GenerationBackend, "_step", lambda self: None)
-    assert backend.abort("unknown") is False
+    monkeypatch.setattr(FairLock, "_leave", drop_and_leave)
+    assert backend.refusal("b", endless()) is None
     monkeypatch.undo()
     assert streams == []
     assert_idle(backend)

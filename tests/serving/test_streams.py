@@ -51,7 +51,7 @@ class OneByOne:
 
     def __init__(self, backend, prompt, params):
         self.stream = backend.stream(prompt, params)
-        (self.job,) = self.stream._batch._jobs
+        (self.job,) = self.stream._batch._call.jobs
         self.pieces = [(piece, list(self.job.request.token_ids)) for piece in self.stream]
 
 
@@ -144,7 +144,7 @@ def test_consumer_that_stops_reading_frees_seat_and_memory(how, num_read):
     for _ in range(num_read):
         next(stream)
     if num_read or how != "generator":
-        assert len(backend._jobs) == 1
+        assert len(backend._shared._open) == 1
     if how in ("close", "generator"):
         stream.close()
         assert_idle(backend)
@@ -244,7 +244,7 @@ def test_closed_batch_frees_all_its_seats():
     backend = byte_backend_of("batched", max_batch_size=3)
     stream = backend.stream_batch(["hi"] * 7, endless())
     next(stream)
-    assert len(backend._jobs) == 7
+    assert len(backend._shared._open) == 7
     stream.close()
     assert_idle(backend)
     list(stream)

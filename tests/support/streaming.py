@@ -28,11 +28,28 @@ def byte_backend_of(kind, **settings):
     )
 
 
+def is_free(lock):
+    """Whether another thread could have the lock now."""
+    found = []
+
+    def ask():
+        found.append(lock.try_run(lambda: None))
+        if lock._turn.acquire(blocking=False):
+            lock._turn.release()
+            found.append(True)
+
+    thread = threading.Thread(target=ask)
+    thread.start()
+    thread.join()
+    return found == [True, True] and not lock._threads
+
+
 def assert_idle(backend):
-    """Everything is as at the start: no seat, no memory, no memory of a request."""
-    assert (backend._jobs, backend._named, list(backend._abandoned)) == ({}, {}, [])
-    assert not backend._decoder.has_unfinished and not backend._lock.locked()
-    rows = backend._decoder.rows
+    """Everything is as at the start: no slot, no memory, no memory of a request."""
+    shared = backend._shared
+    assert (shared._open, shared._named, list(shared._released)) == ({}, {}, [])
+    assert not shared.decoder.has_unfinished and is_free(shared._lock)
+    rows = shared.decoder.rows
     assert rows.requests == [None] * len(rows.requests)
     for cache in rows.caches():
         assert cache.lengths.tolist() == [0] * len(rows.requests) and cache.num_allocated_rows == 0
