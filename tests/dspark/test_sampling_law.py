@@ -20,9 +20,9 @@ from tests.support.chi_square import FALSE_ALARM, chi_square_p_value, law_of_p
 from tests.support.dspark_models import bigram_target, fitted_drafter
 
 VOCAB, LENGTH, ROWS = 4, 4, 1000  # a block of two candidates is judged between the first token and the last
-NUM_DRAWS, NUM_DRAWS_SLOW = 3_000, 20_000
+NUM_DRAWS, NUM_DRAWS_SLOW = 3_000, 8_000
 DRAFTER_SEED = 3
-TEXT_LENGTH, NUM_TEXTS, NUM_TEXTS_SLOW = 200, 3, 15  # of the stock door, which decodes one row at a time
+TEXT_LENGTH, NUM_TEXTS, NUM_TEXTS_SLOW = 200, 3, 6  # of the stock door, which decodes one row at a time
 PROMPT = [3, 1, 2, 0, 2, 0, 3, 1]
 
 

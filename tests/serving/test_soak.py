@@ -12,7 +12,7 @@ from tests.support.serving import Fault, drafter_of, target_of
 from tests.support.streaming import Threads, assert_idle
 from tests.support.tokenizers import LETTERS, TOKENIZER
 
-NUM_REQUESTS, NUM_THREADS = 2000, 4
+NUM_REQUESTS, NUM_THREADS = 700, 4  # of each kind
 
 
 def random_params(generator):
