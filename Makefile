@@ -14,7 +14,7 @@ export HF_HUB_OFFLINE := 1
 help:
 	@echo 'make demo       decode with a real model, plainly and speculatively'
 	@echo 'make test       run the tests (ARGS="-k verify" selects some)'
-	@echo 'make test-fast  run those that take a moment, on one process each'
+	@echo 'make test-fast  run each test with the first of its parameters, without the long ones'
 	@echo 'make clients    install the programs that some tests run against; without them these tests skip'
 	@echo 'make docs       build the pages in docs/ into build/docs; a broken link or reference is an error'
 	@echo 'make style      format the code and mend what ruff can mend'
@@ -28,7 +28,7 @@ test: .venv/.test
 	$(PYTEST) $(ARGS)
 
 test-fast: .venv/.test
-	$(PYTEST) -m 'not slow and not distributed' $(ARGS)
+	$(PYTEST) -m 'not slow and not distributed' --first-parameters $(ARGS)
 
 clients: .venv/.clients
 

@@ -1,23 +1,14 @@
 """The profiler on tiny models: what it runs, what it gives and what it leaves behind. No test reads the real clock."""
 
-import importlib
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 
 from hf_specgen.drafters import step_costs as profiling
-from hf_specgen.drafters.step_costs import StepCosts, profile_step_costs
+from hf_specgen.drafters.step_costs import profile_step_costs
 from hf_specgen.layers.attention import GROUPED_ATTENTION
 from tests.support.models import make_model
-
-ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture
@@ -139,26 +130,3 @@ def test_model_that_the_loop_does_not_serve_is_refused():
     model.config._attn_implementation_internal = "flash_attention_2"
     with pytest.raises(ValueError, match="cannot serve this model: .*'flash_attention_2'"):
         profile_step_costs(model)
-
-
-def test_script_writes_costs_and_prints_them(tmp_path):
-    path = tmp_path / "new" / "costs.json"
-    arguments = "--model small --num_rows 2 --max_positions 3 --context_length 8 --repeats 1 --num_threads 1".split()
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
-    environment |= {"CUDA_VISIBLE_DEVICES": "", "PYTHONIOENCODING": "utf-8"}
-    command = [sys.executable, "scripts/profile_step_costs.py", *arguments, "--output", str(path)]
-    done = subprocess.run(command, cwd=ROOT, env=environment, timeout=120, capture_output=True, encoding="utf-8")
-    assert done.returncode == 0, done.stderr[-4000:]
-    report = json.loads(done.stdout.splitlines()[-1])
-    costs = StepCosts.load(path)
-    assert list(costs.milliseconds) == [2, 4, 6]
-    assert report["step_costs"]["milliseconds"] == {str(n): ms for n, ms in costs.milliseconds.items()}
-    assert report["environment"]["num_threads"] == 1 and report["settings"]["max_positions"] == 3
-    assert "rows of 8 cached tokens" in done.stdout
-
-
-@pytest.mark.parametrize("name", ["num_rows", "max_positions", "context_length", "repeats", "num_threads"])
-def test_script_refuses_bad_counts(monkeypatch, name):
-    arguments_class = importlib.import_module("hf_specgen.commands.profile").ProfileArguments
-    with pytest.raises(ValueError, match=f"`{name}` has to be at least 1, but is 0"):
-        arguments_class(**{name: 0})

@@ -2,11 +2,7 @@
 
 import dataclasses
 import json
-import os
-import subprocess
 import sys
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -26,14 +22,11 @@ from hf_specgen.dspark.calibration import (
     expected_calibration_error,
     fit_temperatures,
 )
-from hf_specgen.dspark.modeling import DSparkModel
 from hf_specgen.dspark.reliability_plot import plot_reliability
 from hf_specgen.engine import Verification
 from hf_specgen.engine.batch import Failure, Rows
-from tests.support.models import EOS, assert_partly_accepted, character_tokenizer, make_model, noisy_copy
+from tests.support.models import EOS, assert_partly_accepted, make_model, noisy_copy
 
-ROOT = Path(__file__).parents[2]
-LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789.,"
 SGLANG = {
     "temperatures": [1.5, 0.5],
     "dataset": "gsm8k",
@@ -377,49 +370,3 @@ def test_diagram_without_matplotlib_is_refused(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(ImportError, match="needs matplotlib: `pip install matplotlib`"):
         plot_reliability(exact_records(1.0), Calibration((1.0,)), tmp_path / "reliability.png")
-
-
-def save_pair(folder: Path, **settings: Any) -> None:
-    """A random target with a tokenizer, an untrained drafter for it, and prompts."""
-    target = make_model("qwen3", num_hidden_layers=4)
-    target.generation_config.eos_token_id = None
-    target.save_pretrained(folder / "target")
-    character_tokenizer(LETTERS).save_pretrained(folder / "target")
-    drafter = DSparkModel.from_target(
-        target, mask_token_id=63, num_hidden_layers=1, block_size=3, markov_rank=8, **settings
-    )
-    drafter.save_pretrained(folder / "drafter")
-    lines = [json.dumps({"turns": [LETTERS[start : start + 5]]}) for start in range(9)]
-    (folder / "prompts.jsonl").write_text("\n".join(lines))
-
-
-def run_script(folder: Path, *arguments: str) -> subprocess.CompletedProcess:
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
-    environment |= {"CUDA_VISIBLE_DEVICES": "", "PYTHONIOENCODING": "utf-8"}
-    command = [sys.executable, "scripts/calibrate_dspark.py", "--target", str(folder / "target")]
-    command += ["--drafter", str(folder / "drafter"), "--prompts", str(folder / "prompts.jsonl"), *arguments]
-    return subprocess.run(command, cwd=ROOT, env=environment, timeout=120, capture_output=True, encoding="utf-8")
-
-
-@pytest.mark.slow
-def test_script_writes_the_calibration_beside_the_drafter(tmp_path):
-    save_pair(tmp_path)
-    done = run_script(tmp_path, *"--max_new_tokens 96 --do_sample --temperature 2.0 --plot".split(), "")
-    assert done.returncode == 0, done.stderr[-4000:]
-    report = json.loads(done.stdout.splitlines()[-1])
-    assert report["file"] == str(tmp_path / "drafter" / CALIBRATION_FILE)
-    calibration = DSparkModel.from_pretrained(tmp_path / "drafter").calibration
-    assert calibration.temperatures == tuple(report["temperatures"])
-    assert len(calibration.ece_after) == 3
-    assert calibration.decoding == {"do_sample": True, "temperature": 2.0, "top_k": 0}
-    # Of nine prompts, five are fitted: 96 tokens each, of which a round gives at most 4.
-    assert calibration.num_samples >= 5 * (96 // 4 - 1)
-    assert report["num_held_out"] < calibration.num_samples
-
-
-@pytest.mark.slow
-def test_script_refuses_a_drafter_without_confidence(tmp_path):
-    save_pair(tmp_path, enable_confidence_head=False, confidence_head_with_markov=False)
-    done = run_script(tmp_path)
-    assert done.returncode != 0
-    assert "ValueError: `drafter` has to have a confidence head" in done.stderr

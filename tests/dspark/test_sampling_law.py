@@ -19,6 +19,8 @@ from hf_specgen.engine import verification
 from tests.support.chi_square import FALSE_ALARM, chi_square_p_value, law_of_p
 from tests.support.dspark_models import bigram_target, fitted_drafter
 
+pytestmark = pytest.mark.slow
+
 VOCAB, LENGTH, ROWS = 4, 4, 1000  # a block of two candidates is judged between the first token and the last
 NUM_DRAWS, NUM_DRAWS_SLOW = 3_000, 8_000
 DRAFTER_SEED = 3
@@ -128,7 +130,6 @@ def test_continuations_have_the_law_of_the_target(plain, target, head, name, thr
     assert (sum(proposed.values()) < 2 * target.speculation_stats.rounds * 0.7) == (threshold > 0)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("head", "name", "threshold"), OTHER_THRESHOLDS)
 def test_continuations_have_the_law_of_the_target_in_many_draws(plain, target, head, name, threshold):
     drafting = {"assistant_model": drafter_for(plain, head), "assistant_confidence_threshold": threshold}
@@ -245,7 +246,6 @@ def test_stock_door_has_the_law_of_the_target(plain, head, name, threshold):
     assert stock_p_value(plain, draft, CASES[name]) > FALSE_ALARM
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("head", "name", "threshold"), FAST)
 def test_stock_door_has_the_law_of_the_target_in_long_texts(plain, head, name, threshold):
     draft = drafter_for(plain, head)

@@ -31,6 +31,8 @@ from hf_specgen.engine import verification
 from tests.support.chi_square import FALSE_ALARM, chi_square_p_value, law_of_p
 from tests.support.models import cycle_model, left_padded, make_model, noisy_copy
 
+pytestmark = pytest.mark.slow
+
 VOCAB, LENGTH, ROWS = 6, 4, 1000  # a block of two candidates is judged between the first token and the last
 NUM_DRAWS = 10_000  # enough for both negative controls, one of which needs half of it
 PROMPT = [3, 1, 4, 0, 2, 5, 3, 1]

@@ -549,6 +549,7 @@ def test_peft_model_that_learns_a_prompt_is_refused(llama):
         enable_speculation(peft.get_peft_model(copy.deepcopy(llama), settings))
 
 
+@pytest.mark.slow
 def test_compiled_forward():
     plain = make_model(num_hidden_layers=1)
     model, draft = enable_speculation(copy.deepcopy(plain)), noisy_copy(plain)
