@@ -3,7 +3,7 @@
 Knows no model and no tokenizer. A prompt never holds text of its reference.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Integral
 from typing import Any
@@ -13,7 +13,7 @@ from datasets import Dataset, DatasetDict, IterableDataset, IterableDatasetDict
 from hf_specgen.arguments import check_count, shown
 from hf_specgen.serving import Prompt
 
-from .prompt_columns import Columns, are_messages, check_known
+from .prompt_columns import TEMPLATE_COLUMNS, Columns, are_messages, check_known, template_settings
 
 
 @dataclass(frozen=True)
@@ -26,10 +26,13 @@ class EvalPrompts:
             Texts, lists of ids, or lists of chat messages; at least one.
         references (`tuple`, *optional*):
             One for each prompt: a text, or whatever the metrics compare with.
+        template_settings (`tuple`, *optional*):
+            One for each prompt: the `tools` and `chat_template_kwargs` of [`SamplingParams`] that are its own.
     """
 
     prompts: tuple[Prompt, ...]
     references: tuple[Any, ...] | None = None
+    template_settings: tuple[Mapping[str, Any], ...] | None = None
 
     def __post_init__(self) -> None:
         if not self.prompts:
@@ -70,6 +73,9 @@ class EvalPrompts:
                 - `text_column` (`text` by default) with `split_marker`: the text up to and with the first marker is
                   the prompt, the rest the reference.
 
+                Of conversations, the columns `tools` (lists, or JSON) and `chat_template_kwargs` are read too, if they
+                are there, as TRL's trainers do: the chat template gets them.
+
         Raises:
             `ValueError` or `TypeError`: naming the columns that there are, or the row that cannot be read.
         """
@@ -92,7 +98,8 @@ class EvalPrompts:
             return self
         max_prompts = check_count("max_prompts", max_prompts)
         references = None if self.references is None else self.references[:max_prompts]
-        return EvalPrompts(self.prompts[:max_prompts], references)
+        settings = None if self.template_settings is None else self.template_settings[:max_prompts]
+        return EvalPrompts(self.prompts[:max_prompts], references, settings)
 
 
 def _read(
@@ -116,7 +123,12 @@ def _read(
         references = references[:max_prompts]
     elif columns.has_references:
         references = tuple(reference for _, reference in pairs)
-    return EvalPrompts(tuple(prompt for prompt, _ in pairs), references)
+    prompts = tuple(prompt for prompt, _ in pairs)
+    settings = tuple(
+        template_settings(row, number) if are_messages(prompt) else {}
+        for number, (row, prompt) in enumerate(zip(rows, prompts))
+    )
+    return EvalPrompts(prompts, references, settings if any(settings) else None)
 
 
 def _located_rows(dataset: Dataset | IterableDataset, wanted: Columns) -> tuple[Columns, list[dict[str, Any]]]:
@@ -127,7 +139,9 @@ def _located_rows(dataset: Dataset | IterableDataset, wanted: Columns) -> tuple[
     if len(dataset) == 0:
         return wanted, []
     columns = wanted.located(dataset.column_names)
-    return columns, list(dataset.with_format(None).select_columns(list(columns.columns().values())))
+    told = [name for name in TEMPLATE_COLUMNS if name in dataset.column_names]
+    names = dict.fromkeys([*columns.columns().values(), *told])  # each once
+    return columns, list(dataset.with_format(None).select_columns(list(names)))
 
 
 def _check_prompt(prompt: Any, number: int) -> None:

@@ -3,6 +3,7 @@
 Knows nothing of data sets but the names of their columns.
 """
 
+import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from difflib import get_close_matches
@@ -16,6 +17,7 @@ from hf_specgen.serving import Prompt
 PROMPT_COLUMNS = ("prompt", "question")
 COMPLETION_COLUMNS = ("completion", "answer")
 MESSAGES_COLUMN, TEXT_COLUMN = "messages", "text"
+TEMPLATE_COLUMNS = ("tools", "chat_template_kwargs")  # what TRL's trainers tell the chat template, row by row
 
 
 @dataclass(frozen=True)
@@ -95,7 +97,7 @@ class Columns:
             return _split_messages(row[self.messages_column], number)
         assert self.prompt_column is not None, "it was located"
         reference = None if self.completion_column is None else row[self.completion_column]
-        return _plain(row[self.prompt_column]), _reference(reference, number)
+        return _without_none(row[self.prompt_column]), _reference(reference, number)
 
 
 def check_known(names: Iterable[str], function: Callable[..., Any]) -> None:
@@ -128,7 +130,7 @@ def _split_messages(messages: Any, number: int) -> tuple[list[dict[str, Any]], s
             f"Row {number} has to hold an answer of the assistant after something else, but its roles are {roles}. "
             "Conversations without an answer are prompts: name the column with `prompt_column`."
         )
-    return _plain(messages[: answers[-1]]), _content(messages[answers[-1]], number)
+    return _without_none(messages[: answers[-1]]), _content(messages[answers[-1]], number)
 
 
 def _reference(value: Any, number: int) -> Any:
@@ -147,11 +149,26 @@ def _content(message: Mapping[str, Any], number: int) -> str:
     return content
 
 
-def _plain(prompt: Any) -> Any:
-    """Messages without the keys that only other messages of the data set have; its tables fill them with None."""
-    if not are_messages(prompt):
-        return prompt
-    return [{key: value for key, value in message.items() if value is not None} for message in prompt]
+def template_settings(row: Mapping[str, Any], number: int) -> dict[str, Any]:
+    """What a row tells the chat template besides the messages, in its columns `tools` and `chat_template_kwargs`."""
+    tools, kwargs = (_without_none(row.get(name)) for name in TEMPLATE_COLUMNS)
+    if isinstance(tools, str):  # schemas differ too much for a table, so they are often kept as JSON
+        try:
+            tools = json.loads(tools)
+        except ValueError as error:
+            raise ValueError(f"Row {number} has to hold its `tools` as JSON, but holds {shown(tools)}.") from error
+    if not isinstance(tools, list | None):
+        raise TypeError(f"Row {number} has to hold a list of `tools`, but holds {shown(tools)}.")
+    if not isinstance(kwargs, Mapping | None):
+        raise TypeError(f"Row {number} has to hold a dict of `chat_template_kwargs`, but holds {shown(kwargs)}.")
+    return {name: value for name, value in zip(TEMPLATE_COLUMNS, (tools, kwargs)) if value}
+
+
+def _without_none(value: Any) -> Any:
+    """Without the keys that only other rows have, at any depth; tables fill them with None."""
+    if isinstance(value, Mapping):
+        return {key: _without_none(each) for key, each in value.items() if each is not None}
+    return [_without_none(each) for each in value] if isinstance(value, list) else value
 
 
 def are_messages(value: Any) -> bool:

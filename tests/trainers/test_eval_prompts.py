@@ -2,24 +2,8 @@ import pytest
 from datasets import Dataset, DatasetDict, Features, Image, IterableDataset, Value
 from PIL import UnidentifiedImageError
 
+from tests.support.data_sets import CHAT, stream, table
 from trainers.eval_prompts import EvalPrompts
-
-CHAT = [{"role": "user", "content": "hi"}]
-ANSWER = {"role": "assistant", "content": "hello"}
-
-
-def table(**columns):
-    return Dataset.from_dict(columns)
-
-
-def rows(*rows):
-    return Dataset.from_list(list(rows))
-
-
-def stream(**columns):
-    """A data set that does not tell its length."""
-    return table(**columns).to_iterable_dataset()
-
 
 # Lists
 
@@ -48,24 +32,6 @@ def test_limited_keeps_the_first_prompts_with_their_references():
 # Data sets
 
 
-@pytest.mark.parametrize(
-    "columns", [{"prompt": ["a"], "completion": ["A"]}, {"question": ["a"], "answer": ["A"]}], ids=["trl", "gsm8k"]
-)
-def test_usual_columns_are_found(columns):
-    assert EvalPrompts.of(table(**columns, other=[1])) == EvalPrompts(("a",), ("A",))
-
-
-def test_prompts_without_completions_have_no_references():
-    assert EvalPrompts.of(table(prompt=["a"], text=["b"])) == EvalPrompts(("a",), None)
-
-
-def test_named_columns_win_over_usual_ones():
-    dataset = table(prompt=["p"], completion=["c"], instruction=["i"], output=["o"])
-    assert EvalPrompts.of(dataset, prompt_column="instruction", completion_column="output") == EvalPrompts(
-        ("i",), ("o",)
-    )
-
-
 def test_columns_of_none_are_as_good_as_not_given():
     assert EvalPrompts.of(["a"], None, None, prompt_column=None, split_marker=None) == EvalPrompts(("a",))
 
@@ -79,39 +45,6 @@ def test_a_data_set_of_ids():
     assert EvalPrompts.of(table(input_ids=[[4, 5], [6]]), prompt_column="input_ids").prompts == ([4, 5], [6])
     torch_format = table(input_ids=[[4, 5]]).with_format("torch")
     assert EvalPrompts.of(torch_format, prompt_column="input_ids").prompts == ([4, 5],)
-
-
-def test_the_last_answer_of_the_assistant_is_the_reference():
-    first = [*CHAT, {"role": "assistant", "content": "early"}, {"role": "user", "content": "more"}]
-    dataset = rows({"messages": [*first, ANSWER]}, {"messages": [*CHAT, ANSWER, {"role": "user", "content": "bye"}]})
-    prompts = EvalPrompts.of(dataset)
-    assert prompts.prompts == (first, CHAT)
-    assert prompts.references == ("hello", "hello")
-
-
-def test_keys_that_only_other_messages_have_are_gone():
-    call = {"role": "user", "content": "hi", "name": "Ann"}
-    dataset = rows({"chat": [*CHAT, ANSWER]}, {"chat": [call, ANSWER]})  # the table gives all messages a `name`
-    assert EvalPrompts.of(dataset, messages_column="chat").prompts == (CHAT, [call])
-
-
-def test_prompt_and_completion_may_be_messages():
-    dataset = rows({"prompt": CHAT, "completion": [ANSWER]})
-    assert EvalPrompts.of(dataset) == EvalPrompts((CHAT,), ("hello",))
-
-
-def test_conversations_without_an_answer_are_prompts():
-    assert EvalPrompts.of(rows({"messages": CHAT}), prompt_column="messages") == EvalPrompts((CHAT,), None)
-
-
-def test_a_prompt_out_of_a_text_holds_nothing_of_its_completion():
-    texts = ["Q: 1+1 A: 2", "Q: A? A: B A: C"]
-    prompts = EvalPrompts.of(table(text=texts), split_marker=" A:")
-    assert prompts.prompts == ("Q: 1+1 A:", "Q: A? A:")
-    assert prompts.references == (" 2", " B A: C")
-    assert [a + b for a, b in zip(prompts.prompts, prompts.references)] == texts
-    named = table(text=["no"], doc=["a=b"])
-    assert EvalPrompts.of(named, text_column="doc", split_marker="=") == EvalPrompts(("a=",), ("b",))
 
 
 def test_a_stream_is_read_up_to_the_limit():
@@ -181,58 +114,6 @@ def test_references_have_to_fit():
         EvalPrompts.of(["a"], "A")  # a text is a sequence of texts
     with pytest.raises(ValueError, match="`references` and `completion_column`"):
         EvalPrompts.of(table(q=["a"], a=["A"]), ["B"], prompt_column="q", completion_column="a")
-
-
-@pytest.mark.parametrize(
-    "columns, sentence",
-    [
-        (
-            {"prompt_column": "x"},
-            r"`prompt_column` has to be a column of the data set, but 'x' is none of \['q', 'a'\]",
-        ),
-        ({"prompt_column": "q", "completion_column": "x"}, r"`completion_column` .* 'x' is none of \['q', 'a'\]"),
-        ({"messages_column": "x"}, r"`messages_column` .* 'x' is none of \['q', 'a'\]"),
-        ({"split_marker": "="}, r"`text_column` .* 'text' is none of \['q', 'a'\]"),
-        ({}, r"none of \['prompt', 'question', 'messages'\] is among \['q', 'a'\]"),
-        ({"completion_column": "a"}, r"No column of prompts was found"),
-        ({"text_column": "q"}, "`text_column` needs `split_marker`"),
-        ({"prompt_column": "q", "messages_column": "a"}, "`prompt_column` and `messages_column` are two ways"),
-        ({"completion_column": "a", "split_marker": "="}, "`completion_column` and `split_marker` are two ways"),
-    ],
-)
-def test_columns_that_cannot_be_read(columns, sentence):
-    with pytest.raises(ValueError, match=sentence):
-        EvalPrompts.of(table(q=["a"], a=["A"]), **columns)
-
-
-def test_settings_that_do_not_exist():
-    with pytest.raises(TypeError, match="`promt_column` is an unknown argument. Did you mean `prompt_column`?"):
-        EvalPrompts.of(table(prompt=["a"]), promt_column="prompt")
-    with pytest.raises(TypeError, match="`split_marker` has to be a text that is not empty, but is ''"):
-        EvalPrompts.of(table(text=["a"]), split_marker="")
-    with pytest.raises(ValueError, match="`prompt_column` is for a data set, but `prompts` is a list"):
-        EvalPrompts.of(["a"], prompt_column="q")
-
-
-@pytest.mark.parametrize(
-    "dataset, columns, sentence",
-    [
-        (table(text=["a=b", "ab"]), {"split_marker": "="}, "Row 1 has to hold the `split_marker` '=', but is 'ab'"),
-        (table(text=[5]), {"split_marker": "="}, "Row 0 has to hold a text, but holds 5"),
-        (table(prompt=["a", None]), {}, "Row 1 has nothing in the column 'prompt'"),
-        (table(prompt=["a"], answer=[None]), {}, "Row 0 has nothing in the column 'answer'"),
-        (rows({"messages": CHAT}), {}, r"Row 0 has to hold an answer of the assistant .*roles are \['user'\]"),
-        (rows({"messages": [ANSWER]}), {}, r"Row 0 .* after something else"),
-        (table(messages=["hi"]), {}, "Row 0 has to hold a list of messages"),
-        (rows({"messages": [*CHAT, {"role": "assistant", "content": None}]}), {}, "Row 0 has to answer with a text"),
-        (rows({"prompt": "a", "completion": [ANSWER, ANSWER]}), {}, "Row 0 has to complete with one message"),
-        (table(prompt=[5]), {}, "number 0 is 5"),
-        (stream(text=["no marker"]), {"split_marker": "="}, "Row 0 has to hold the `split_marker`"),
-    ],
-)
-def test_rows_that_cannot_be_read(dataset, columns, sentence):
-    with pytest.raises((ValueError, TypeError), match=sentence):
-        EvalPrompts.of(dataset, max_prompts=2, **columns)
 
 
 @pytest.mark.parametrize(
