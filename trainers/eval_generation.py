@@ -24,7 +24,7 @@ class GeneratedTexts:
     What an evaluation generated, the same on all ranks.
 
     Args:
-        completions (`list[Completion]`): by prompt and sample, each once.
+        completions (`list[Completion]`): by prompt and sample, each once; a prompt that is refused has only one.
         seconds (`float`): the wall time of the slowest rank.
         stats ([`DecodingStats`]): the counts of all ranks.
     """
@@ -95,7 +95,7 @@ class EvalGeneration:
         with generating_model(model) as (target, rounds):
             parts = on_all_ranks(lambda: self._generate_share(target, tokenizer, rounds))
         by_number = {(text.index, text.sample): text for part in parts for text in part.completions}
-        assert len(by_number) == len(self.prompts) * self.params.n, "every sample of every prompt is there once"
+        assert {index for index, _ in by_number} == set(range(len(self.prompts))), "every prompt has its texts"
         return GeneratedTexts(
             completions=[by_number[number] for number in sorted(by_number)],
             seconds=max(part.seconds for part in parts),

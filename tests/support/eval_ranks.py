@@ -335,8 +335,10 @@ CASES = {
 def main() -> None:
     folder, *cases = sys.argv[1:]
     state = PartialState(cpu=True)
-    results = {case: CASES[case](Path(folder)) for case in cases}
-    (Path(folder) / f"rank_{state.process_index}.json").write_text(json.dumps(results))
+    results = {}
+    for case in cases:
+        results[case] = CASES[case](Path(folder))
+        (Path(folder) / f"rank_{state.process_index}.json").write_text(json.dumps(results))
     if state.num_processes > 1:
         distributed.barrier()
         distributed.destroy_process_group()

@@ -4,17 +4,22 @@ Evaluation by generation on 1, 2 and 3 gloo ranks, whole and sharded. `eval_rank
 A hang ends at the generous limit of `torchrun`.
 """
 
+import json
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
+from tests.support.eval_ranks import CASES
 from tests.support.launching import finished, read_ranks, torchrun
 from tests.support.training import PROMPTS
 
 SCRIPT = str(Path(__file__).parents[1] / "support" / "eval_ranks.py")
 SHARDED = ["fsdp1", "fsdp1_flat", "fsdp2"]
 pytestmark = pytest.mark.distributed
+
+
+WITH_TWO = ["splitting", "whole", "train_ddp", "train_fsdp2", "broken_pass"]
 
 
 def run(tmp_path_factory, num_ranks: int, *cases: str) -> list[dict]:
@@ -25,12 +30,24 @@ def run(tmp_path_factory, num_ranks: int, *cases: str) -> list[dict]:
 
 @pytest.fixture(scope="module")
 def one(tmp_path_factory):
-    return run(tmp_path_factory, 1, "splitting", "whole")
+    """One process needs no start of torchrun."""
+    folder = tmp_path_factory.mktemp("one")
+    return [{case: json.loads(json.dumps(CASES[case](folder))) for case in ("splitting", "whole")}]
 
 
 @pytest.fixture(scope="module")
-def two(tmp_path_factory):
-    return run(tmp_path_factory, 2, "splitting", "whole", "train_ddp", "train_fsdp2")
+def ended(tmp_path_factory):
+    """Two ranks that end in an error inside a pass, with the folder of what they wrote before."""
+    folder = tmp_path_factory.mktemp("ranks")
+    return folder, finished(2, SCRIPT, str(folder), *WITH_TWO)
+
+
+@pytest.fixture(scope="module")
+def two(ended):
+    folder, done = ended
+    ranks = read_ranks(folder)
+    assert [list(rank) for rank in ranks] == [WITH_TWO[:-1]] * 2, done.stderr[-4000:]
+    return ranks
 
 
 @pytest.fixture(scope="module")
@@ -123,9 +140,9 @@ def test_an_error_on_one_rank_of_a_sharded_model_is_raised_on_all(sharded):
     assert all(result["after the error"] == result["unequal"] for result in sharded)
 
 
-def test_an_error_inside_a_pass_ends_all_ranks_and_is_named(tmp_path):
+def test_an_error_inside_a_pass_ends_all_ranks_and_is_named(ended):
     """The process group would wait for half an hour, longer than `finished` does."""
-    done = finished(2, SCRIPT, str(tmp_path), "broken_pass")
+    _, done = ended
     assert done.returncode != 0
     assert "Rank 1 failed inside a pass of a sharded model" in done.stderr
     assert "MemoryError: no room on this rank" in done.stderr

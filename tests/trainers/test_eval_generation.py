@@ -100,3 +100,11 @@ def test_samples_have_random_numbers_of_their_own_the_same_each_time():
     assert texts(sampled, model) == first
     assert len(set(first)) == 3 * len(PROMPTS)
     assert texts(generation(SamplingParams(max_new_tokens=12, n=3, seed=2)), model) != first
+
+
+def test_a_refused_prompt_has_one_text_and_the_others_all_samples():
+    params = SamplingParams(max_new_tokens=12, n=2, seed=1)
+    evaluation = EvalGeneration([PROMPTS[0], "D" * 300, PROMPTS[1]], params, "batched", {})
+    completions = evaluation.generate(make_model(), text_tokenizer()).completions
+    assert [(text.index, text.sample) for text in completions] == [(0, 0), (0, 1), (1, 0), (2, 0), (2, 1)]
+    assert [text.index for text in completions if text.error is not None] == [1]
