@@ -3,12 +3,11 @@
 from .causal_lm import CausalLMDrafter
 from .lookup import PromptLookupDrafter
 from .step_costs import StepCosts, profile_step_costs, time_now
-from .widths import ConfidenceThreshold, DraftLengthPolicy, ThroughputScheduler, VerifyAll
+from .widths import ConfidenceThreshold, ThroughputScheduler, VerifyAll
 
 __all__ = [
     "CausalLMDrafter",
     "ConfidenceThreshold",
-    "DraftLengthPolicy",
     "PromptLookupDrafter",
     "StepCosts",
     "ThroughputScheduler",

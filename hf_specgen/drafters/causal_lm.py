@@ -5,21 +5,17 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.utils import ModelOutput
 
-from ..arguments import check_count
+from ..arguments import check_count, checked_number
 from ..engine.batch import Rows, forward, forward_last, padded
-from ..engine.drafter import Drafter
+from ..engine.drafter import MAX_CANDIDATES, Drafter
 from ..engine.model_facts import execution_device, num_input_ids, vocab_size
+from ..engine.noise import draft_noise
 from ..engine.request import Request
 from ..engine.scoring import score
 from ..engine.verification import Candidates, sample
 from ..layers.slot_cache import SlotCache
 
 LONG_PREFILL = 16  # tokens; rows that lack more than this are fed apart from rows that lack less
-
-
-def _check_number(name: str, number: float) -> None:
-    if not isinstance(number, (int, float)) or isinstance(number, bool):
-        raise TypeError(f"`{name}` has to be a number, but is {number!r}.")
 
 
 class CausalLMDrafter(Drafter):
@@ -33,7 +29,7 @@ class CausalLMDrafter(Drafter):
         model ([`~transformers.PreTrainedModel`]):
             The draft model. Its vocabulary may be padded to another size than the target's.
         num_assistant_tokens (`int`, *optional*, defaults to 5):
-            Candidates per round, at the start if the schedule is heuristic.
+            Candidates per round, at most 63; at the start if the schedule is heuristic.
         confidence_threshold (`float`, *optional*, defaults to 0.0):
             A row stops drafting after a candidate whose probability under the draft is below this; that candidate is
             kept, since dropping it would bias the output. 0 never stops.
@@ -41,8 +37,8 @@ class CausalLMDrafter(Drafter):
             `"heuristic"` adds 2 candidates to a row's block after a round in which all were accepted and takes 1 away
             otherwise; `"heuristic_transient"` is the same here, since nothing outlives a request.
         temperature (`float`, *optional*, defaults to 1.0):
-            Divides the draft's processed scores in sampling rows; 0 drafts the best token. The output law stays the
-            target's either way.
+            Divides the draft's processed scores in sampling rows; 0 drafts the best token. What is emitted follows
+            the target's distribution either way.
 
     Raises:
         `ValueError` or `TypeError`: for settings outside these ranges.
@@ -58,8 +54,8 @@ class CausalLMDrafter(Drafter):
     ):
         if not isinstance(model, nn.Module) or not hasattr(model, "generate"):
             raise TypeError(f"A draft model has to be a causal language model, but is {type(model).__name__!r}.")
-        _check_number("assistant_confidence_threshold", confidence_threshold)
-        _check_number("temperature", temperature)
+        confidence_threshold = checked_number("assistant_confidence_threshold", confidence_threshold)
+        temperature = checked_number("temperature", temperature)
         if not 0 <= confidence_threshold < 1:
             raise ValueError(f"`assistant_confidence_threshold` has to be in [0, 1), but is {confidence_threshold!r}.")
         if schedule not in ("constant", "heuristic", "heuristic_transient"):
@@ -67,10 +63,10 @@ class CausalLMDrafter(Drafter):
                 "`num_assistant_tokens_schedule` has to be 'constant', 'heuristic' or 'heuristic_transient', "
                 f"but is {schedule!r}."
             )
-        if not 0 <= temperature < float("inf"):
+        if temperature < 0:
             raise ValueError(f"`temperature` of a drafter has to be a finite number >= 0, but is {temperature!r}.")
         self.model: PreTrainedModel = model
-        self.num_assistant_tokens = check_count("num_assistant_tokens", num_assistant_tokens)
+        self.num_assistant_tokens = check_count("num_assistant_tokens", num_assistant_tokens, maximum=MAX_CANDIDATES)
         self.confidence_threshold = confidence_threshold
         self.is_heuristic = schedule != "constant"
         self.temperature = temperature
@@ -89,15 +85,16 @@ class CausalLMDrafter(Drafter):
             return Candidates.none(rows.num_spanned, rows.device)
         do_sample = [request is not None and request.rules.do_sample for request in rows.spanned]
         is_sampling = any(do_sample) and self.temperature > 0
-        noise = rows.draw(limits.tolist(), k).to(rows.device)
+        noise = draft_noise(rows.noises, limits.tolist(), k).to(rows.device)
         lengths = torch.zeros_like(limits)
         is_open = limits > 0
         candidate_ids = torch.zeros(rows.num_spanned, 0, dtype=torch.long, device=rows.device)
-        laws = []
+        distributions = []
         logits = self._feed_pending(rows)
         for step in range(k):
-            scores = score(rows, logits, candidate_ids, lengths, first=step)[:, 0]
-            is_open[list(rows.failures)] = False  # whether it matters is for the verification to find out
+            scored = score(rows, logits, candidate_ids, lengths, first=step)
+            scores = scored.values[:, 0]
+            is_open[list(scored.failures)] = False  # whether it matters is for the verification to find out
             if not bool(is_open.any()):
                 break
             lengths += is_open
@@ -107,7 +104,7 @@ class CausalLMDrafter(Drafter):
             if is_sampling:
                 sampling_rows = torch.tensor(do_sample, device=rows.device)
                 token_ids = torch.where(sampling_rows, sample(probs.nan_to_num(), noise[:, step]), token_ids)
-                laws.append(probs)
+                distributions.append(probs)
             candidate_ids = torch.cat([candidate_ids, token_ids[:, None]], dim=1)
             is_open = is_open & (lengths < limits)
             if self.confidence_threshold > 0:
@@ -117,7 +114,7 @@ class CausalLMDrafter(Drafter):
                 break
             logits = self._feed(rows, rows.span, token_ids[:, None], is_open.long())
         self._remember(rows, lengths)
-        return Candidates(candidate_ids, lengths, torch.stack(laws, dim=1) if laws else None)
+        return Candidates(candidate_ids, lengths, torch.stack(distributions, dim=1) if distributions else None)
 
     def _block_sizes(self, rows: Rows) -> Tensor:
         """How many candidates each row's schedule asks for."""
@@ -129,7 +126,8 @@ class CausalLMDrafter(Drafter):
         if request is None:
             return 0
         block = request.state.get("block_size", self.num_assistant_tokens)
-        if "num_drafted" in request.state:
+        # Every round that ends brings a token: with none, the last round has failed and is repeated.
+        if "num_drafted" in request.state and request.state["num_generated"] < len(request.token_ids):
             num_accepted = len(request.token_ids) - request.state["num_generated"] - 1
             block = block + 2 if num_accepted >= request.state["num_drafted"] else max(1, block - 1)
         request.state["block_size"] = block
@@ -142,14 +140,14 @@ class CausalLMDrafter(Drafter):
 
     def _feed_pending(self, rows: Rows) -> Tensor:
         """Feeds every row what its cache lacks; returns the scores after its last token. (rows, 1, vocab)"""
-        cache = _draft_cache(rows)
+        cache = rows.draft_cache
         missing = [len(tokens) for tokens in rows.pending(cache)]
         if max(missing) > LONG_PREFILL and any(0 < n <= LONG_PREFILL for n in missing):
             for row, count in enumerate(missing):
                 if count > LONG_PREFILL:
-                    seat = slice(rows.span.start + row, rows.span.start + row + 1)
-                    token_ids, num_tokens = padded([rows.pending(cache, seat)[0][:-1]], rows.device)
-                    self._feed(rows, seat, token_ids, num_tokens)
+                    slot = slice(rows.span.start + row, rows.span.start + row + 1)
+                    token_ids, num_tokens = padded([rows.pending(cache, slot)[0][:-1]], rows.device)
+                    self._feed(rows, slot, token_ids, num_tokens)
         token_ids, num_tokens = padded(rows.pending(cache), rows.device)
         return self._feed(rows, rows.span, token_ids, num_tokens)
 
@@ -158,13 +156,8 @@ class CausalLMDrafter(Drafter):
         is_known = token_ids < num_input_ids(self.model)
         token_ids = torch.where(is_known, token_ids, 0).to(execution_device(self.model))
         run = forward if token_ids.shape[1] == 1 else forward_last
-        logits = run(self.model, _draft_cache(rows), span, token_ids, num_tokens).logits
+        logits = run(self.model, rows.draft_cache, span, token_ids, num_tokens).logits
         return with_vocab(logits, vocab_size(rows.model)).to(rows.device)
-
-
-def _draft_cache(rows: Rows) -> SlotCache:
-    assert rows.draft_cache is not None, "the drafter has made a cache"
-    return rows.draft_cache
 
 
 def with_vocab(logits: Tensor, num_ids: int) -> Tensor:

@@ -97,12 +97,7 @@ class ConfidenceRecorder:
 
     def __call__(self, rows: Rows, candidates: Candidates, verification: Verification) -> None:
         logits, block_size = self.drafter.confidence_logits, self.drafter.num_assistant_tokens
-        # A row with a failure or without a possible token was not judged as its request wants to be.
-        whole = [
-            (row, request)
-            for row, request in rows.live()
-            if int(candidates.lengths[row]) == block_size and row not in rows.failures
-        ]
+        whole = [(row, request) for row, request in rows.live() if int(candidates.lengths[row]) == block_size]
         if not whole or logits is None:  # in a prefill, say, the logits are those of an earlier round
             return
         counts = torch.stack([verification.num_accepted, verification.num_possible], dim=1).int()

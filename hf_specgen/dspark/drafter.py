@@ -10,11 +10,13 @@ from transformers import PreTrainedModel
 from transformers.utils import ModelOutput
 
 from ..drafters.causal_lm import with_vocab
-from ..drafters.widths import DraftLengthPolicy, VerifyAll
+from ..drafters.widths import VerifyAll
 from ..engine.batch import Rows
 from ..engine.drafter import Drafter
+from ..engine.noise import draft_noise
 from ..engine.scoring import score
 from ..engine.verification import Candidates, sample
+from ..engine.width import DraftLengthPolicy
 from ..layers.slot_cache import SlotCache
 from .modeling import DSparkModel
 
@@ -87,7 +89,7 @@ class DSparkDrafter(Drafter):
         return SlotCache(self.draft_model.config, rows)
 
     def observe(self, rows: Rows, candidates: Candidates, outputs: ModelOutput) -> None:
-        cache = _cache_of(rows)
+        cache = rows.draft_cache
         num_tokens = rows.cache.lengths[rows.span] - cache.lengths[rows.span]
         states = self.draft_model.tapped_states(outputs.hidden_states)
         assert int(num_tokens.max()) <= states.shape[1], "the context lacks no token but those of this pass"
@@ -105,7 +107,7 @@ class DSparkDrafter(Drafter):
         model, device = self.draft_model, self.draft_model.fc.weight.device
         anchors = [0 if r is None else r.committed_from(r.num_committed - 1)[0] for r in rows.spanned]
         anchor_ids = model.known_ids(torch.tensor(anchors).to(device, non_blocking=True))
-        states = model.draft_block(rows.model, _cache_of(rows), rows.span, anchor_ids)[:, :k]
+        states = model.draft_block(rows.model, rows.draft_cache, rows.span, anchor_ids)[:, :k]
         self.num_forwards += 1
         block = _Block(rows, limits, model)
         logits = model.base_logits(states, rows.model)
@@ -137,7 +139,8 @@ class _Block:
         self.is_sampling = any(self.do_sample)
         if self.is_sampling:
             self.sampling_rows = torch.tensor(self.do_sample).to(rows.device, non_blocking=True)
-            self.noise = rows.draw(limits.tolist(), int(limits.max())).to(rows.device, non_blocking=True)
+            noise = draft_noise(rows.noises, limits.tolist(), int(limits.max()))
+            self.noise = noise.to(rows.device, non_blocking=True)
         has_processors = any(request.rules.logits_processor for _, request in rows.live())
         self.is_plain = self.is_known and not has_processors and not self.is_sampling
         self.chosen_ids: list[Tensor] = []  # each (rows,)
@@ -159,10 +162,11 @@ class _Block:
             chosen_ids = logits.argmax(dim=-1)
             self.chosen_ids.append(chosen_ids.to(rows.device))
             return chosen_ids
-        scores = score(
+        scored = score(
             rows, logits.to(rows.device)[:, None], self.token_ids, self.limits.clamp(max=index), first=index
-        )[:, 0]
-        for row in rows.failures:  # whether it matters is for the verification to find out
+        )
+        scores = scored.values[:, 0]
+        for row in scored.failures:  # whether it matters is for the verification to find out
             self.limits[row] = min(int(self.limits[row]), index)
         chosen_ids = scores.argmax(dim=-1)
         if self.is_sampling:
@@ -173,8 +177,3 @@ class _Block:
         self.chosen_ids.append(chosen_ids)
         chosen_ids = chosen_ids.to(logits.device)
         return chosen_ids if self.is_known else self.model.known_ids(chosen_ids)
-
-
-def _cache_of(rows: Rows) -> SlotCache:
-    assert rows.draft_cache is not None, "the drafter has made a cache"
-    return rows.draft_cache

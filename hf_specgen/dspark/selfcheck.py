@@ -12,7 +12,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..engine.decoder import Decoder
 from ..engine.model_facts import eos_ids
-from ..engine.request import DecodingRules, Request
+from ..engine.request import Request
+from ..engine.rules import DecodingRules
 from ..prompts.sources import encode_prompt, load_prompts
 from .drafter import DSparkDrafter
 from .modeling import DSparkModel

@@ -3,12 +3,16 @@
 from .batch import Rows, forward
 from .decoder import Decoder
 from .drafter import Drafter
+from .logprobs import TokenLogprobs
 from .model_facts import eos_ids
-from .request import MAX_SEED, DecodingRules, Request, TokenLogprobs
+from .noise import MAX_SEED
+from .request import FinishReason, Request, RequestStatus
+from .rules import DecodingRules
 from .scheduler import CacheLimits
 from .selfcheck import self_check
 from .stats import DecodingStats, RoundTrace
 from .verification import Candidates, Verification, verify
+from .width import DraftLengthPolicy
 
 __all__ = [
     "CacheLimits",
@@ -16,9 +20,12 @@ __all__ = [
     "Decoder",
     "DecodingRules",
     "DecodingStats",
+    "DraftLengthPolicy",
     "Drafter",
+    "FinishReason",
     "MAX_SEED",
     "Request",
+    "RequestStatus",
     "RoundTrace",
     "Rows",
     "TokenLogprobs",

@@ -1,10 +1,9 @@
-"""Rows: requests side by side with their caches.
+"""Rows: requests side by side with their caches; one forward pass over them.
 
 Between rounds every cache holds all committed tokens of its row but the last one (the anchor); a drafter's cache may
-lag behind. Knows no processors, no verification and no drafting.
+lag behind. Knows nothing of scores and of how candidates are found.
 """
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,6 +14,7 @@ from transformers.utils import ModelOutput
 from ..layers.attention import MAX_POSITIONS
 from ..layers.slot_cache import SlotCache
 from .model_facts import execution_device
+from .noise import Noise
 from .request import Request
 
 
@@ -68,34 +68,25 @@ def forward_last(
     return outputs
 
 
-@dataclass(frozen=True)
-class Failure:
-    """A processor raised `error` when it judged what follows the first `position` candidates of a row."""
-
-    position: int
-    error: Exception
-
-
 class Rows:
     """
-    Seats for requests that are decoded side by side, with the target's cache and the drafter's.
+    Slots for requests that are decoded side by side, with the target's cache and the drafter's.
 
     Args:
         model ([`~transformers.PreTrainedModel`]):
             The target.
         num_rows (`int`):
-            The number of seats.
+            The number of slots.
         capacity (`int`, *optional*):
             A fixed number of cache columns, see [`SlotCache`].
         draft_cache ([`SlotCache`], *optional*):
             The drafter's cache, which `commit` and `leave` treat like the target's.
 
     Attributes:
-        requests (`list[Request | None]`): who sits where.
+        requests (`list[Request | None]`): the request of each slot whose prompt is in the cache.
         device (`torch.device`): where the target takes its inputs.
-        failures (`dict[int, Failure]`): by row of the span, the first position that could not be scored.
-        span (`slice`): the consecutive seats that take part in the current round. All row tensors of a round (what a
-            drafter gets and returns, scores, verification) have one row per seat of the span, empty seats included.
+        span (`slice`): the consecutive slots that take part in the current round. All row tensors of a round (what a
+            drafter gets and returns, scores, verification) have one row per slot of the span, empty slots included.
     """
 
     def __init__(
@@ -107,49 +98,64 @@ class Rows:
     ):
         self.model = model
         self.cache = SlotCache(model.config, num_rows, capacity)
-        self.draft_cache = draft_cache
+        self._draft_cache = draft_cache
         self.requests: list[Request | None] = [None] * num_rows
         self.span = slice(0, num_rows)
         self.device = execution_device(model)
-        self.failures: dict[int, Failure] = {}
+
+    @property
+    def draft_cache(self) -> SlotCache:
+        """The cache that the drafter has made."""
+        assert self._draft_cache is not None, "the drafter has no cache"
+        return self._draft_cache
 
     @property
     def num_spanned(self) -> int:
-        """How many seats the span has."""
+        """How many slots the span has."""
         return self.span.stop - self.span.start
 
     @property
     def spanned(self) -> list[Request | None]:
-        """The requests of the span's seats."""
+        """The requests of the span's slots."""
         return self.requests[self.span]
+
+    @property
+    def noises(self) -> list[Noise | None]:
+        """The random numbers of the span's slots, None where nothing is sampled."""
+        return [None if request is None else request.noise for request in self.spanned]
 
     def live(self) -> list[tuple[int, Request]]:
         """The requests of the span with their row in the round's tensors."""
         return [(row, request) for row, request in enumerate(self.spanned) if request is not None]
 
-    def leave(self, seat: int) -> None:
-        """Frees a seat: its cached columns no longer count."""
-        self.requests[seat] = None
+    def leave(self, slot: int) -> None:
+        """Frees a slot: its cached columns no longer count."""
+        self.requests[slot] = None
         for cache in self.caches():
-            cache.truncate(seat, 0)
+            cache.truncate(slot, 0)
 
-    def commit(self, seat: int, token_ids: list[int]) -> None:
+    def commit(self, slot: int, token_ids: list[int]) -> None:
         """Gives a row its new tokens and rolls its caches back to what is committed."""
-        request = self.requests[seat]
-        assert request is not None, "an empty seat has nothing to commit"
-        request.commit(token_ids)
-        self.roll_back(seat)
+        self._at(slot).commit(token_ids)
+        self._truncate(slot)
 
-    def roll_back(self, seat: int) -> None:
-        """Brings the caches of a seat back to what is committed, after a round that did not end."""
-        request = self.requests[seat]
-        assert request is not None, "an empty seat has nothing to roll back"
+    def roll_back(self, slot: int) -> None:
+        """Brings a row back to what is committed, after a round that failed."""
+        self._at(slot).roll_back()
+        self._truncate(slot)
+
+    def _at(self, slot: int) -> Request:
+        request = self.requests[slot]
+        assert request is not None, "an empty slot has nothing to commit"
+        return request
+
+    def _truncate(self, slot: int) -> None:
         for cache in self.caches():
-            cache.truncate(seat, request.num_committed - 1)
+            cache.truncate(slot, self._at(slot).num_committed - 1)
 
     def caches(self) -> list[SlotCache]:
         """The target's cache, and the drafter's if it has one."""
-        return [self.cache] if self.draft_cache is None else [self.cache, self.draft_cache]
+        return [self.cache] if self._draft_cache is None else [self.cache, self._draft_cache]
 
     def pending(self, cache: SlotCache, rows: slice | None = None) -> list[list[int]]:
         """The committed tokens of each row of the span (or of `rows`) that `cache` does not hold yet."""
@@ -159,24 +165,6 @@ class Rows:
             [] if request is None else request.committed_from(start)
             for request, start in zip(self.requests[rows], starts)
         ]
-
-    def draw(self, counts: list[int], columns: int) -> Tensor:
-        """Uniform numbers of shape `(rows, columns)`: the first `counts[row]` of a row come from its request."""
-        noise = torch.zeros(self.num_spanned, columns)
-        for row, request in self.live():
-            if request.rules.do_sample:
-                noise[row, : counts[row]] = request.draw(counts[row])
-        return noise
-
-    def draw_for(self, lengths: Tensor, k: int) -> Tensor:
-        """
-        The noise of a verification, `(rows, k + 1)`: a row draws one number per candidate and one for the next token,
-        in the last column, whatever the others draw.
-        """
-        drawn = self.draw((lengths + 1).tolist(), k + 1)
-        noise = drawn.clone()
-        noise[:, k] = drawn.gather(1, lengths[:, None])[:, 0]
-        return noise
 
 
 def padded(token_lists: list[list[int]], device: torch.device) -> tuple[Tensor, Tensor]:

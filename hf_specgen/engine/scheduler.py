@@ -1,10 +1,11 @@
-"""Seating: who waits, who takes a seat next, and whose prompt goes into the cache with which pass.
+"""Scheduler: which request gets a slot next, and whose prompt goes into the cache with which pass.
 
 A prompt is prefilled in chunks, so that a long one does not hold up the rows that are being decoded; what it shares
 with a row that is already there is copied instead. Knows requests and caches, no model.
 """
 
-from collections import deque
+from collections import OrderedDict
+from collections.abc import Iterable
 from dataclasses import dataclass, fields
 
 from ..arguments import check_count
@@ -14,6 +15,7 @@ from .request import Request
 MIN_SHARED = 16  # tokens from which a common beginning is copied rather than computed again
 SHORT_PROMPT = 64  # tokens up to which prompts go together however different their lengths are
 CANDIDATE_COLUMNS = 64  # behind prompt and budget: where candidates and padding go
+MIN_TOKENS = 2  # of the shortest request: a prompt of one token, and one to generate
 
 
 @dataclass(frozen=True)
@@ -23,15 +25,17 @@ class CacheLimits:
 
     Args:
         capacity (`int`, *optional*):
-            A fixed number of columns per seat, for static shapes. By default the cache grows.
+            A fixed number of columns per slot, for static shapes. By default the cache grows. At least 2, one for a
+            prompt and one for a token.
         max_tokens_in_cache (`int`, *optional*):
-            The most columns of the target's cache over all seats together, 64 per seat for candidates included;
+            The most columns of the target's cache over all slots together, 64 per slot for candidates included;
             requests wait until there is room. The drafter's cache, where it has one, is as long.
         prefill_chunk_size (`int`, *optional*, defaults to 512):
             The most tokens of a prompt that one pass takes in while other rows are being decoded.
 
     Raises:
-        `ValueError` or `TypeError`: if a number is not an int of at least 1.
+        `ValueError` or `TypeError`: if a number is not an int of at least 1, or so small that no request could ever
+            be decoded.
     """
 
     capacity: int | None = None
@@ -41,12 +45,26 @@ class CacheLimits:
     def __post_init__(self) -> None:
         for field in fields(self):
             if (value := getattr(self, field.name)) is not None or field.name == "prefill_chunk_size":
-                check_count(field.name, value)
+                object.__setattr__(self, field.name, check_count(field.name, value))
+        if self.capacity is not None:
+            check_count("capacity", self.capacity, MIN_TOKENS)
+        if self.max_tokens_in_cache is not None:
+            check_count("max_tokens_in_cache", self.max_tokens_in_cache, MIN_TOKENS + CANDIDATE_COLUMNS)
 
     @property
     def num_columns(self) -> int | None:
         """Columns of a cache of fixed size, None if it grows."""
         return None if self.capacity is None else self.capacity + CANDIDATE_COLUMNS
+
+    def check_slots(self, num_slots: int) -> None:
+        """Raises `ValueError` if a cache of fixed size for so many slots is larger than it may be."""
+        most = self.max_tokens_in_cache
+        if self.num_columns is not None and most is not None and num_slots * self.num_columns > most:
+            raise ValueError(
+                f"`max_batch_size` of {num_slots} and `capacity` of {self.capacity} need {num_slots} x "
+                f"({self.capacity} + {CANDIDATE_COLUMNS}) columns, but `max_tokens_in_cache` is {most}. Raise it to "
+                f"{num_slots * self.num_columns}, or lower the others."
+            )
 
 
 NO_LIMITS = CacheLimits()
@@ -54,39 +72,66 @@ NO_LIMITS = CacheLimits()
 
 @dataclass(frozen=True)
 class PrefillPass:
-    """Tokens that go into the cache next: of the seats in `span`, the last of their prompts if `is_last`."""
+    """
+    Tokens that go into the cache next.
+
+    Args:
+        span (`slice`): the slots whose tokens they are.
+        token_lists (`list[list[int]]`): the tokens, per slot.
+        is_last (`bool`): whether nothing is missing after them.
+        is_resumed (`bool`): whether the requests have tokens of their own already. Their last one is not among those
+            that are fed, and the round after this pass is one like any other.
+    """
 
     span: slice
     token_lists: list[list[int]]
     is_last: bool
+    is_resumed: bool
+
+    @property
+    def yields_tokens(self) -> bool:
+        """Whether the pass ends in the first token of each request."""
+        return self.is_last and not self.is_resumed
 
 
-class Seating:
+class Scheduler:
     """
     The queue in front of [`Rows`].
 
     Args:
         rows ([`Rows`]):
-            The seats.
+            The slots.
         limits ([`CacheLimits`]):
             How much fits.
 
     Attributes:
-        waiting (`deque[Request]`): who has no seat yet.
-        joining (`dict[int, Request]`): seats whose prompts are not wholly in the cache; `Rows` counts them as empty.
+        waiting (`OrderedDict[int, Request]`): the requests without a slot by their numbers, in their order.
+        prefilling (`dict[int, Request]`): by slot the requests whose tokens are not all in the cache yet; for `Rows`
+            these slots are empty.
     """
 
     def __init__(self, rows: Rows, limits: CacheLimits):
         self.rows = rows
         self.limits = limits
-        self.waiting: deque[Request] = deque()
-        self.joining: dict[int, Request] = {}
+        self.waiting: OrderedDict[int, Request] = OrderedDict()
+        self.prefilling: dict[int, Request] = {}
         self._num_prefilled = 0  # tokens since the last round of the rows that are being decoded
 
     @property
-    def seated(self) -> list[Request]:
-        """Everyone with a seat."""
-        return [*(request for request in self.rows.requests if request is not None), *self.joining.values()]
+    def active(self) -> list[Request]:
+        """All requests that have a slot."""
+        return [*(request for request in self.rows.requests if request is not None), *self.prefilling.values()]
+
+    @property
+    def any_unfinished(self) -> Request | None:
+        """One of the requests that wait or have a slot, None if there is none."""
+        return next(iter(self.active or self.waiting.values()), None)
+
+    def add(self, requests: Iterable[Request]) -> None:
+        """Queues requests."""
+        for request in requests:
+            request.status = "waiting"
+            self.waiting[request.number] = request
 
     def check_room(self, request: Request) -> None:
         """Raises `ValueError` if a request would not fit if it were alone."""
@@ -103,73 +148,82 @@ class Seating:
             )
 
     def admit(self) -> None:
-        """Gives free seats to those who wait, in their order, as long as the cache has room for them."""
-        if not self.seated and self.limits.max_tokens_in_cache is not None:
+        """Gives free slots to requests that wait, in their order, as long as the cache has room for them."""
+        if not self.active and self.limits.max_tokens_in_cache is not None:
             for cache in self.rows.caches():  # a long request may need columns that many rows have now
                 cache.release()
         while self.waiting:
-            seat = self._free_seat()
-            if seat is None or not self._has_room(seat, self.waiting[0]):
+            slot = self._free_slot()
+            if slot is None or not self._has_room(slot, next(iter(self.waiting.values()))):
                 return
-            request = self.waiting.popleft()
+            _, request = self.waiting.popitem(last=False)
             request.start(self.rows.device)
-            self.joining[seat] = request
+            request.status = "prefilling"
+            self.prefilling[slot] = request
             for cache in self.rows.caches():  # they must not give columns away that this row will need
-                cache.num_allocated_rows = max(cache.num_allocated_rows, seat + 1)
-                cache.prompt_lengths[seat] = len(request.prompt_ids)
+                cache.num_allocated_rows = max(cache.num_allocated_rows, slot + 1)
+                cache.prompt_lengths[slot] = len(request.prompt_ids)
 
-    def _free_seat(self) -> int | None:
-        seats = (seat for seat, request in enumerate(self.rows.requests) if request is None)
-        return next((seat for seat in seats if seat not in self.joining), None)
+    def _free_slot(self) -> int | None:
+        free = (slot for slot, request in enumerate(self.rows.requests) if request is None)
+        return next((slot for slot in free if slot not in self.prefilling), None)
 
-    def _has_room(self, seat: int, request: Request) -> bool:
+    def _has_room(self, slot: int, request: Request) -> bool:
         most = self.limits.max_tokens_in_cache
         if most is None:
             return True
         cache = self.rows.cache
-        columns = max(cache.num_columns, *(_columns_for(other) for other in [*self.seated, request]))
-        return max(cache.num_allocated_rows, seat + 1) * columns <= most
+        columns = max(cache.num_columns, *(_columns_for(other) for other in [*self.active, request]))
+        return max(cache.num_allocated_rows, slot + 1) * columns <= most
 
     def is_prefill_next(self) -> bool:
-        """Whether newcomers are next. Rows that are being decoded wait for a chunk's worth of tokens, then go on."""
+        """Whether a prefill pass is next. Rows that are being decoded wait for a chunk's worth of tokens at most."""
         is_decoding = any(self.rows.requests)
-        if self.joining and (not is_decoding or self._num_prefilled < self.limits.prefill_chunk_size):
+        if self.prefilling and (not is_decoding or self._num_prefilled < self.limits.prefill_chunk_size):
             return True
         self._num_prefilled = 0
         return False
 
     def next_pass(self) -> PrefillPass:
         """
-        The pass that brings the first joining seats on: neighbours that lack about as much go together. Seats that
-        share a beginning with one of them wait for it and copy.
+        The next prefill pass: over the slot that has waited longest, with adjacent slots of similar remaining length.
+        Slots that share a beginning with one of these wait for it and copy.
         """
         chunk = (
             self.limits.prefill_chunk_size
             if any(self.rows.requests)
-            else max(map(_columns_for, self.joining.values()))
+            else max(map(_columns_for, self.prefilling.values()))
         )
-        missing = {seat: self._missing(seat) for seat in self.joining.keys() - self.share()}
-        longest = next(seat for seat in self.joining if seat in missing)  # who has waited longest
-        seats = self._neighbours(longest, missing, chunk)
-        tokens = [missing[seat][:chunk] for seat in seats]
+        missing = {slot: self._missing(slot) for slot in self.prefilling.keys() - self.share()}
+        first = next(slot for slot in self.prefilling if slot in missing)  # has waited longest
+        slots = self._neighbours(first, missing, chunk)
+        tokens = [missing[slot][:chunk] for slot in slots]
         self._num_prefilled += len(tokens) * max(map(len, tokens))
-        return PrefillPass(slice(seats.start, seats.stop), tokens, len(missing[longest]) <= chunk)
+        is_last, is_resumed = len(missing[first]) <= chunk, bool(self.prefilling[first].token_ids)
+        return PrefillPass(slice(slots.start, slots.stop), tokens, is_last, is_resumed)
 
-    def _missing(self, seat: int) -> list[int]:
-        return self.joining[seat].committed_from(int(self.rows.cache.lengths[seat]))
+    def _missing(self, slot: int) -> list[int]:
+        """What a slot's cache lacks for the next round: a request that has tokens goes on from its last one."""
+        request = self.prefilling[slot]
+        tokens = request.committed_from(int(self.rows.cache.lengths[slot]))
+        return tokens[:-1] if request.token_ids else tokens
 
-    def _neighbours(self, seat: int, missing: dict[int, list[int]], chunk: int) -> range:
-        """The run of seats around one that lack about as much, with padding within the columns that they may use."""
-        is_last, lengths = len(missing[seat]) <= chunk, self.rows.cache.lengths.tolist()
-        low = high = min(len(missing[seat]), chunk)
-        start, columns = lengths[seat], _columns_for(self.joining[seat])
+    def _neighbours(self, slot: int, missing: dict[int, list[int]], chunk: int) -> range:
+        """The run of slots around one that lack about as much, with padding within the columns that they may use."""
+
+        def kind(index: int) -> tuple[bool, bool]:
+            return len(missing[index]) <= chunk, bool(self.prefilling[index].token_ids)
+
+        lengths = self.rows.cache.lengths.tolist()
+        low = high = min(len(missing[slot]), chunk)
+        start, columns = lengths[slot], _columns_for(self.prefilling[slot])
         ends = []
         for step in (-1, 1):
-            other = seat + step
-            while other in missing and (len(missing[other]) <= chunk) == is_last:
+            other = slot + step
+            while other in missing and kind(other) == kind(slot):
                 count = min(len(missing[other]), chunk)
                 lowest, highest, latest = min(low, count), max(high, count), max(start, lengths[other])
-                room = max(columns, _columns_for(self.joining[other]))
+                room = max(columns, _columns_for(self.prefilling[other]))
                 if highest > max(2 * lowest, SHORT_PROMPT) or latest + highest > room:
                     break
                 low, high, start, columns = lowest, highest, latest, room
@@ -179,61 +233,65 @@ class Seating:
 
     def share(self) -> set[int]:
         """
-        Copies what joining seats share with a row in the cache. Returns the seats that have to wait for another one
-        instead, which joined before them and shares more.
+        Copies what slots in prefill share with a row in the cache. Returns those that have to wait for another one
+        instead, which came before them and shares more.
         """
-        relatives: dict[tuple[int, ...], list[int]] = {}  # seats by how their prompts begin
-        for seat, request in enumerate(self.rows.requests):
+        relatives: dict[tuple[int, ...], list[int]] = {}  # slots by how their prompts begin
+        for slot, request in enumerate(self.rows.requests):
             if request is not None:
-                relatives.setdefault(tuple(request.prompt_ids[:MIN_SHARED]), []).append(seat)
+                relatives.setdefault(tuple(request.prompt_ids[:MIN_SHARED]), []).append(slot)
         waiting = set()
-        for seat, request in self.joining.items():
+        for slot, request in self.prefilling.items():
             others = relatives.setdefault(tuple(request.prompt_ids[:MIN_SHARED]), [])
-            is_new = int(self.rows.cache.lengths[seat]) == 0 and len(request.prompt_ids) > MIN_SHARED
-            if is_new and others and self._copy_shared(seat, others):
-                waiting.add(seat)
-            others.append(seat)
+            is_new = int(self.rows.cache.lengths[slot]) == 0 and len(request.prompt_ids) > MIN_SHARED
+            if is_new and others and self._copy_shared(slot, others):
+                waiting.add(slot)
+            others.append(slot)
         return waiting
 
-    def _copy_shared(self, seat: int, others: list[int]) -> bool:
+    def _copy_shared(self, slot: int, others: list[int]) -> bool:
         """Copies from the one of `others` that shares most, or tells whether to wait for it."""
-        request = self.joining[seat]
+        request = self.prefilling[slot]
         shared = {other: _num_shared(request, self._at(other)) for other in others}
-        best = max(others, key=lambda other: (shared[other], other not in self.joining))
+        best = max(others, key=lambda other: (shared[other], other not in self.prefilling))
         wanted = min(shared[best], len(request.prompt_ids) - 1)
         count = min(int(self.rows.cache.lengths[best]), wanted)
-        if count < wanted and best in self.joining:
+        if count < wanted and best in self.prefilling:
             return True
         for cache in self.rows.caches():  # a drafter's may lag behind
-            cache.copy_row(best, seat, min(count, int(cache.lengths[best])))
+            cache.copy_row(best, slot, min(count, int(cache.lengths[best])))
         return False
 
-    def _at(self, seat: int) -> Request:
-        request = self.joining.get(seat) or self.rows.requests[seat]
-        assert request is not None, "an empty seat has no relatives"
+    def _at(self, slot: int) -> Request:
+        request = self.prefilling.get(slot) or self.rows.requests[slot]
+        assert request is not None, "an empty slot has no relatives"
         return request
 
-    def seat(self, span: slice) -> None:
-        """Hands joining seats over to `Rows`, for the pass that completes their prompts."""
-        for seat in range(span.start, span.stop):
-            self.rows.requests[seat] = self.joining.pop(seat)
+    def start_decoding(self, span: slice) -> None:
+        """Hands slots over to `Rows`: for the pass that ends in their first tokens, or after the last one."""
+        for slot in range(span.start, span.stop):
+            request = self.rows.requests[slot] = self.prefilling.pop(slot)
+            request.status = "decoding"
 
-    def unseat(self, seat: int) -> None:
-        """Takes a request whose tokens are not all in the cache back among those that join."""
-        request = self.rows.requests[seat]
-        assert request is not None, "an empty seat has no request to take back"
-        self.rows.requests[seat] = None
-        self.joining[seat] = request
+    def recover(self, slot: int) -> None:
+        """After a pass that failed: a request that cannot go on from what the caches hold is prefilled again."""
+        request = self.rows.requests[slot]
+        if request is None:
+            return
+        if not request.token_ids or int(self.rows.cache.lengths[slot]) < request.num_committed - 1:
+            self.rows.requests[slot] = None
+            request.status = "prefilling"
+            self.prefilling[slot] = request
 
     def remove(self, request: Request) -> bool:
-        """Takes a request out wherever it is; whether it was there."""
-        if request in self.waiting:
-            self.waiting.remove(request)
+        """Takes a request out wherever it is; returns whether it was there."""
+        if self.waiting.get(request.number) is request:
+            del self.waiting[request.number]
             return True
-        for seat, other in [*self.joining.items(), *enumerate(self.rows.requests)]:
+        for slot, other in [*self.prefilling.items(), *enumerate(self.rows.requests)]:
             if other is request:
-                self.joining.pop(seat, None)
-                self.rows.leave(seat)
+                self.prefilling.pop(slot, None)
+                self.rows.leave(slot)
                 return True
         return False
 

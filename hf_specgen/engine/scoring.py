@@ -6,6 +6,7 @@ once per distinct number of generated tokens, and each row uses the call at its 
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -14,8 +15,8 @@ from transformers.generation import logits_process as hf
 
 from ..logits_process.bias_and_masks import LogitBias, UndecodableMask
 from ..logits_process.token_penalties import TokenPenalties
-from .batch import Failure, Rows
-from .request import PaddedBatch, Request
+from .batch import Rows
+from .request import Request
 
 Judge = Callable[..., None]
 IGNORES_IDS = {
@@ -35,9 +36,33 @@ IGNORES_IDS = {
 }
 
 
-def score(rows: Rows, logits: Tensor, candidate_ids: Tensor, lengths: Tensor, first: int = 0) -> Tensor:
+@dataclass(frozen=True)
+class Failure:
+    """A processor raised `error` when it judged what follows the first `position` candidates of a row."""
+
+    position: int
+    error: Exception
+
+
+@dataclass(frozen=True)
+class Scores:
     """
-    The processed scores of consecutive positions of every row.
+    Processed scores of consecutive positions of every row.
+
+    Args:
+        values (`torch.FloatTensor` of shape `(rows, positions, vocab)`):
+            The scores in fp32; -inf from the position of a failure on.
+        failures (`dict[int, Failure]`):
+            By row the first position that a processor failed to judge. Plain decoding may never reach it.
+    """
+
+    values: Tensor
+    failures: dict[int, Failure]
+
+
+def score(rows: Rows, logits: Tensor, candidate_ids: Tensor, lengths: Tensor, first: int = 0) -> Scores:
+    """
+    Applies each row's processors to its scores.
 
     Args:
         rows ([`Rows`]):
@@ -50,29 +75,27 @@ def score(rows: Rows, logits: Tensor, candidate_ids: Tensor, lengths: Tensor, fi
             How many of them count in each row; positions beyond are left in some undefined state.
         first (`int`, *optional*, defaults to 0):
             The number of candidates before position 0.
-
-    Returns:
-        `torch.FloatTensor` of shape `(rows, positions, vocab)`, in fp32. What a processor raised stands in
-        `rows.failures`: plain decoding may never reach the position at which it did.
     """
-    rows.failures = {}
     groups = _groups(rows)
     if not groups:
-        return logits.to(rows.device, torch.float32)
+        return Scores(logits.to(rows.device, torch.float32), {})
     scores = logits.to(rows.device, torch.float32, copy=True)
-    for batch, members in groups:
+    failures: dict[int, Failure] = {}
+    for members in groups:
         _draft(members, candidate_ids)
         index = [row for row, _ in members]
         block = scores if len(index) == scores.shape[0] else scores[index]
-        judged = _Block(batch, members, candidate_ids[index], lengths[index].tolist(), first)
-        for processor in batch.rules.logits_processor:
+        judged = _Block(members, candidate_ids[index], lengths[index].tolist(), first)
+        for processor in members[0][1].rules.logits_processor:
             block = judged.process(processor, block)
-        rows.failures |= {index[member]: failure for member, failure in judged.failures.items()}
         if len(index) == scores.shape[0]:
             scores = block
         else:
             scores[index] = block
-    return scores
+        failures |= {index[member]: failure for member, failure in judged.failures.items()}
+    for row, failure in failures.items():
+        scores[row, failure.position - first :] = -torch.inf
+    return Scores(scores, failures)
 
 
 def name_masking_processor(rows: Rows, logits: Tensor, candidate_ids: Tensor, row: int, position: int) -> str:
@@ -81,7 +104,7 @@ def name_masking_processor(rows: Rows, logits: Tensor, candidate_ids: Tensor, ro
     block = logits[[row], position : position + 1].to(rows.device, torch.float32, copy=True)
     if not _all_possible(block):
         return "the model's own logits"
-    judged = _Block(request.batch, [(row, request)], candidate_ids[[row]], [position], first=position)
+    judged = _Block([(row, request)], candidate_ids[[row]], [position], first=position)
     for processor in request.rules.logits_processor:
         block = judged.process(processor, block)
         if not _all_possible(block):
@@ -93,16 +116,19 @@ def _all_possible(block: Tensor) -> bool:
     return bool((block.amax(dim=-1) > -torch.inf).all())
 
 
-def _groups(rows: Rows) -> list[tuple[PaddedBatch, list[tuple[int, Request]]]]:
+Member = tuple[int, Request]  # a row of the round's tensors and its request
+
+
+def _groups(rows: Rows) -> list[list[Member]]:
     """The live rows by the batch that they share, without those that have no processors."""
-    groups: dict[int, tuple[PaddedBatch, list[tuple[int, Request]]]] = {}
+    groups: dict[int, list[Member]] = {}
     for row, request in rows.live():
         if request.rules.logits_processor:
-            groups.setdefault(id(request.batch), (request.batch, []))[1].append((row, request))
+            groups.setdefault(id(request.batch), []).append((row, request))
     return list(groups.values())
 
 
-def _draft(members: list[tuple[int, Request]], candidate_ids: Tensor) -> None:
+def _draft(members: list[Member], candidate_ids: Tensor) -> None:
     if candidate_ids.shape[1] == 0:
         return
     for row, request in members:
@@ -112,15 +138,8 @@ def _draft(members: list[tuple[int, Request]], candidate_ids: Tensor) -> None:
 class _Block:
     """The rows of one batch in a round: `members` at `positions` that follow `first` candidates."""
 
-    def __init__(
-        self,
-        batch: PaddedBatch,
-        members: list[tuple[int, Request]],
-        candidate_ids: Tensor,
-        lengths: list[int],
-        first: int,
-    ):
-        self.batch = batch
+    def __init__(self, members: list[Member], candidate_ids: Tensor, lengths: list[int], first: int):
+        self.batch = members[0][1].batch
         self.candidate_ids = candidate_ids
         self.first = first
         self.lengths = lengths
@@ -179,7 +198,7 @@ class _Block:
         """What the processor raises for one row, with the others as if they had ended long ago."""
         ids = self.batch.token_ids[:, : self.batch.prompt_length + count].clone()
         others = [row for row in range(len(ids)) if row != self.batch_rows[member]]
-        ids[others, self.batch.prompt_length :] = self.batch.rules.pad_token_id
+        ids[others, self.batch.prompt_length :] = self.batch.pad_token_id
         try:
             judge(processor, block, ids, count, [member])
         except Exception as error:

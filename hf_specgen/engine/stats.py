@@ -1,6 +1,9 @@
 """DecodingStats: the counts of a run. Every rate is a property of the counts, so runs and ranks can be added up."""
 
+import time
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -68,6 +71,13 @@ class DecodingStats:
         self.accepted.update(range(min(num_accepted, num_emitted)))
         self.judged.update(range(min(num_accepted + 1, num_proposed, num_emitted)))
 
+    @contextmanager
+    def timed(self, phase: str) -> Iterator[None]:
+        """Adds the time that the block takes to a phase."""
+        start = time.perf_counter()
+        yield
+        self.seconds[phase] += time.perf_counter() - start
+
     @property
     def mean_accepted_length(self) -> float:
         """Tokens emitted per drafting round: kept candidates plus the token after them; 1.0 is no gain."""
@@ -87,11 +97,6 @@ class DecodingStats:
     def survival(self) -> list[float]:
         """Per position: how often a proposed candidate ends up in the text."""
         return [self.accepted[i] / self.proposed[i] for i in sorted(self.proposed)]
-
-    @property
-    def tokens_per_target_forward(self) -> float:
-        """Tokens of all rows per forward pass of the target."""
-        return self.tokens / self.target_forwards if self.target_forwards else 0.0
 
     def __add__(self, other: "DecodingStats") -> "DecodingStats":
         if not isinstance(other, DecodingStats):

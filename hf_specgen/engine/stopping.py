@@ -1,121 +1,119 @@
-"""Where a row ends: the earliest of eos, budget, stop string or any other stopping criterion."""
+"""Where a row ends in a round: at the earliest of eos, budget, stop string and time.
+
+Other stopping criteria are asked later, see `criteria`.
+"""
+
+from dataclasses import replace
 
 import torch
 from torch import Tensor
-from transformers import MaxTimeCriteria, StoppingCriteria, StopStringCriteria
+from transformers import MaxTimeCriteria, StopStringCriteria
 
-from .request import PaddedBatch, Request
+from .request import FinishReason
+from .results import RowResult
+
+PRECEDENCE: tuple[FinishReason, ...] = ("eos", "stop", "time", "criteria", "length")  # of reasons at one token
 
 
-def cut(requests: list[Request], token_lists: list[list[int]]) -> list[tuple[int, str | None]]:
+def apply_stops(results: list[RowResult]) -> list[RowResult]:
     """
-    How many of the new tokens each request takes, and why it ends there.
+    Cuts the tokens of each row at its first stop.
 
     Args:
-        requests (`list[Request]`):
-            Requests that are being decoded.
-        token_lists (`list[list[int]]`):
-            The new tokens of each, at least one.
-
-    Returns:
-        Per request the number of tokens taken, at least 1, and the finish reason, None if the request goes on.
+        results (`list[RowResult]`):
+            What the rows would take if nothing ended them but failures. A failure behind a stop is none.
     """
-    cuts = [_natural_cut(request, tokens) for request, tokens in zip(requests, token_lists)]
-    for index, request in enumerate(requests):
-        if request.rules.text_stop is not None:
-            cuts[index] = _text_cut(request, token_lists[index], *cuts[index])
+    results = [_with_text_stop(_with_natural_stop(result)) for result in results]
     batches: dict[int, list[int]] = {}
-    for index, request in enumerate(requests):
-        if request.rules.stopping_criteria:
-            batches.setdefault(id(request.batch), []).append(index)
+    for index, result in enumerate(results):
+        if result.request.rules.stopping_criteria and result.token_ids:
+            batches.setdefault(id(result.request.batch), []).append(index)
     for indices in batches.values():
-        members = [requests[index] for index in indices]
-        tokens = [token_lists[index][: cuts[index][0]] for index in indices]
-        try:
-            found = _first_stops(members, tokens)
-        except Exception as error:
-            if not members[0].is_alone:
-                raise
-            members[0].error = error
-            continue
-        for index, stop in zip(indices, found):
-            taken, reason = cuts[index]
-            if stop is not None and (stop[0] < taken or reason != "eos"):
-                cuts[index] = stop
-    return cuts
+        for index, result in zip(indices, _with_known_criteria([results[index] for index in indices])):
+            results[index] = result
+    return results
 
 
-def _natural_cut(request: Request, tokens: list[int]) -> tuple[int, str | None]:
-    for count, token_id in enumerate(tokens[: request.num_remaining], start=1):
-        if token_id in request.rules.eos_token_ids:
-            return count, "eos"
-    if len(tokens) >= request.num_remaining:
-        return request.num_remaining, "length"
-    return len(tokens), None
+def ended(result: RowResult, num_tokens: int, reason: FinishReason) -> RowResult:
+    """The result if `reason` ends the row after `num_tokens` tokens, unless it ends before."""
+    if num_tokens > len(result.token_ids):
+        return result
+    if num_tokens == len(result.token_ids) and not precedes(reason, result.finish_reason):
+        return result
+    return replace(result, token_ids=result.token_ids[:num_tokens], finish_reason=reason, error=None)
 
 
-def _text_cut(request: Request, tokens: list[int], taken: int, reason: str | None) -> tuple[int, str | None]:
-    """The natural cut, or an earlier one by a stop string."""
-    assert request.rules.text_stop is not None, "asked only of requests with a text"
+def precedes(reason: FinishReason, other: FinishReason | None) -> bool:
+    """Whether `reason` names the end of a row of which `other` could be said at the same token."""
+    return other not in PRECEDENCE or PRECEDENCE.index(reason) < PRECEDENCE.index(other)
+
+
+def _with_natural_stop(result: RowResult) -> RowResult:
+    request, room = result.request, result.request.num_remaining
+    eos_token_ids = request.rules.eos_token_ids
+    for count, token_id in enumerate(result.token_ids[:room], start=1):
+        if token_id in eos_token_ids:
+            return ended(result, count, "eos")
+    return ended(result, room, "length")
+
+
+def _with_text_stop(result: RowResult) -> RowResult:
+    follower, so_far = result.request.text, result.request.token_ids
+    if follower is None or not result.token_ids:
+        return result
     try:
-        stop = request.rules.text_stop.first_stop(request.token_ids, tokens[:taken])
+        stop = follower.first_stop(so_far, result.token_ids)
     except Exception as error:
-        if not request.is_alone:
-            raise
-        request.error = error
-        return taken, reason
-    if stop is not None and (stop < taken or reason != "eos"):
-        return stop, "stop"
-    return taken, reason
+        num_read = 0
+        while _can_follow(result, num_read + 1):
+            num_read += 1
+        return replace(result, token_ids=result.token_ids[:num_read], finish_reason="error", error=error)
+    return result if stop is None else ended(result, stop, "stop")
 
 
-def _first_stops(requests: list[Request], token_lists: list[list[int]]) -> list[tuple[int, str] | None]:
-    """The first stop by the criteria that the requests of one batch share."""
-    batch = requests[0].batch
-    for request, tokens in zip(requests, token_lists):
-        token_ids = torch.tensor(tokens, device=batch.token_ids.device)
-        batch.draft(request.batch_row, len(request.token_ids), token_ids)
-    stops: list[tuple[int, str] | None] = [None] * len(requests)
-    others = []
-    for criterion in batch.rules.stopping_criteria:
+def _can_follow(result: RowResult, num_tokens: int) -> bool:
+    """Whether the text of the first `num_tokens` new tokens can be followed, though not that of all."""
+    follower = result.request.text
+    assert follower is not None, "asked only of requests with a text"
+    if num_tokens >= len(result.token_ids):
+        return False
+    try:
+        follower.first_stop(result.request.token_ids, result.token_ids[:num_tokens])
+    except Exception:
+        return False
+    return True
+
+
+def _with_known_criteria(results: list[RowResult]) -> list[RowResult]:
+    """The rows of one batch, ended by the criteria that are the same for each token whenever they are asked."""
+    batch, rules = results[0].request.batch, results[0].request.rules
+    for result in results:
+        token_ids = torch.tensor(result.token_ids, device=batch.token_ids.device)
+        batch.draft(result.request.batch_row, result.start, token_ids)
+    for criterion in rules.stopping_criteria:
         if type(criterion) is MaxTimeCriteria:  # a fact about now, not about a token
-            is_late = bool(criterion(batch.token_ids[:1, :1], None).any())
-            found = [(len(tokens), "time") if is_late else None for tokens in token_lists]
+            if bool(criterion(batch.token_ids[:1, :1], None).any()):
+                results = [ended(result, len(result.token_ids), "time") for result in results]
         elif type(criterion) is StopStringCriteria:
-            found = _judge_stop_strings(criterion, requests, token_lists)
-        else:
-            others.append(criterion)
-            continue
-        stops = [_earlier(stop, other) for stop, other in zip(stops, found)]
-    # No criterion is asked about what comes behind another's stop.
-    token_lists = [tokens if stop is None else tokens[: stop[0]] for tokens, stop in zip(token_lists, stops)]
-    found = _judge_by_length(others, batch, requests, token_lists)
-    return [_earlier(stop, other) for stop, other in zip(stops, found)]
+            results = _with_stop_strings(criterion, results)
+    return results
 
 
-def _earlier(stop: tuple[int, str] | None, other: tuple[int, str] | None) -> tuple[int, str] | None:
-    if stop is None or other is None:
-        return other if stop is None else stop
-    return other if other[0] < stop[0] else stop
-
-
-def _judge_stop_strings(
-    criterion: StopStringCriteria, requests: list[Request], token_lists: list[list[int]]
-) -> list[tuple[int, str] | None]:
+def _with_stop_strings(criterion: StopStringCriteria, results: list[RowResult]) -> list[RowResult]:
     """All rows and positions in one call: the criterion reads the last `maximum_token_len` ids only."""
     width = criterion.maximum_token_len
     windows, owners = [], []
-    for index, (request, tokens) in enumerate(zip(requests, token_lists)):
-        start = request.batch.prompt_length + len(request.token_ids) + 1
-        row = request.batch.token_ids[request.batch_row]
-        for count in range(1, len(tokens) + 1):
+    for index, result in enumerate(results):
+        start = result.request.batch.prompt_length + result.start + 1
+        row = result.request.batch.token_ids[result.request.batch_row]
+        for count in range(1, len(result.token_ids) + 1):
             windows.append(_last(row[: start + count - 1], width))
             owners.append((index, count))
-    stops: list[tuple[int, str] | None] = [None] * len(requests)
+    results = list(results)
     for (index, count), is_done in zip(owners, criterion(torch.stack(windows), None).tolist()):
-        if is_done and stops[index] is None:
-            stops[index] = (count, "stop")
-    return stops
+        if is_done:
+            results[index] = ended(results[index], count, "stop")  # the first one that is found is the earliest
+    return results
 
 
 def _last(row: Tensor, width: int) -> Tensor:
@@ -123,29 +121,3 @@ def _last(row: Tensor, width: int) -> Tensor:
     if len(row) >= width:
         return row[-width:]
     return torch.cat([row.new_full((width - len(row),), torch.iinfo(torch.int32).max), row])
-
-
-def _judge_by_length(
-    criteria: list[StoppingCriteria], batch: PaddedBatch, requests: list[Request], token_lists: list[list[int]]
-) -> list[tuple[int, str] | None]:
-    """One call of each on the whole padded batch per distinct number of generated tokens, in growing order."""
-    stops: list[tuple[int, str] | None] = [None] * len(requests)
-    starts = [len(request.token_ids) for request in requests]
-    lengths = {start + n for start, tokens in zip(starts, token_lists) for n in range(1, len(tokens) + 1)}
-    for length in sorted(lengths) if criteria else []:
-        judged = [
-            index
-            for index, (start, tokens) in enumerate(zip(starts, token_lists))
-            if stops[index] is None and start < length <= start + len(tokens)
-        ]
-        if not judged:
-            continue
-        ids = batch.token_ids[:, : batch.prompt_length + length]
-        is_lone = len(ids) == 1 and requests[0].keep_scores
-        scores = tuple(score[None] for score in requests[0].scores[:length]) if is_lone else None
-        for criterion in criteria:
-            is_done = torch.as_tensor(criterion(ids, scores)).expand(len(ids)).tolist()
-            for index in judged:
-                if is_done[requests[index].batch_row]:
-                    stops[index] = (length - starts[index], "criteria")
-    return stops

@@ -23,7 +23,8 @@ from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengt
 from ..engine.decoder import Decoder
 from ..engine.drafter import Drafter
 from ..engine.model_facts import execution_device
-from ..engine.request import DecodingRules, PaddedBatch, Request
+from ..engine.request import PaddedBatch, Request
+from ..engine.rules import DecodingRules
 from ..engine.scheduler import CacheLimits
 from ..engine.support import OWN_WINDOW_TYPES, is_sharded, unsupported_reason
 from ..layers.slot_cache import SERVED_LAYER_TYPES
@@ -164,7 +165,7 @@ class AssistedCall:
         return position_ids.shape[-1] == mask.shape[-1] and bool((position_ids == expected).all())
 
     def make_decoder(self, drafter: Drafter, settings: SpeculationSettings) -> Decoder:
-        """A decoder with a seat for every row."""
+        """A decoder with a slot for every row."""
         capacity = None
         if self.config.cache_implementation == "static":
             capacity = self.input_ids.shape[1] + self._max_new_tokens()
@@ -197,7 +198,7 @@ class AssistedCall:
             )
         max_new_tokens = self._max_new_tokens()
         rules = self._rules()
-        batch = PaddedBatch(self.input_ids.to(execution_device(self.model)), max_new_tokens, rules)
+        batch = PaddedBatch(self.input_ids.to(execution_device(self.model)), max_new_tokens, self._pad_token_id())
         return [
             Request(
                 ids[kept].tolist(),
@@ -221,6 +222,17 @@ class AssistedCall:
             raise ValueError(
                 f"`eos_token_id` {outside} is outside the vocabulary of {vocab_size} ids and can never be reached."
             )
+        others = [c for c in self.stopping_criteria if type(c) not in (EosTokenCriteria, MaxLengthCriteria)]
+        return DecodingRules(
+            logits_processor=self.logits_processor,
+            stopping_criteria=StoppingCriteriaList(others),
+            eos_token_ids=frozenset(eos_token_ids),
+            do_sample=bool(self.config.do_sample),
+        )
+
+    def _pad_token_id(self) -> int:
+        """What fills rows that end early, 0 where a single row needs no filling."""
+        vocab_size = self.model.config.get_text_config().vocab_size
         pad_token_id = self.config._pad_token_tensor
         if pad_token_id is None and len(self.input_ids) > 1:
             raise ValueError(
@@ -232,19 +244,12 @@ class AssistedCall:
                 f"`pad_token_id` {int(pad_token_id)} is outside the vocabulary of {vocab_size} ids; rows that end "
                 "early cannot be filled with it."
             )
-        others = [c for c in self.stopping_criteria if type(c) not in (EosTokenCriteria, MaxLengthCriteria)]
-        return DecodingRules(
-            logits_processor=self.logits_processor,
-            stopping_criteria=StoppingCriteriaList(others),
-            eos_token_ids=frozenset(eos_token_ids),
-            do_sample=bool(self.config.do_sample),
-            pad_token_id=0 if pad_token_id is None else int(pad_token_id),
-        )
+        return 0 if pad_token_id is None else int(pad_token_id)
 
     def sequences(self, requests: list[Request]) -> Tensor:
         """Prompts and generated tokens, padded to the longest row, on the device of the input."""
         longest = max(len(request.token_ids) for request in requests)
-        pad_token_id = requests[0].rules.pad_token_id
+        pad_token_id = requests[0].batch.pad_token_id
         generated = [r.token_ids + [pad_token_id] * (longest - len(r.token_ids)) for r in requests]
         return torch.cat([self.input_ids, torch.tensor(generated, device=self.input_ids.device)], dim=1)
 
@@ -253,7 +258,7 @@ class AssistedCall:
         sample = next(scores[0] for scores in rows if scores)
         ended = torch.full_like(sample, -torch.inf)
         if len(rows) > 1:  # a single row needs no padding, and its id may lie outside the vocabulary
-            ended[self._rules().pad_token_id] = 0.0
+            ended[self._pad_token_id()] = 0.0
         longest = max(len(scores) for scores in rows)
         device = self.input_ids.device
         return tuple(

@@ -12,7 +12,7 @@ from ..drafters.lookup import PromptLookupDrafter
 from ..drafters.widths import ConfidenceThreshold
 from ..dspark import DSparkDrafter, DSparkModel
 from ..engine.decoder import RoundHook
-from ..engine.drafter import Drafter
+from ..engine.drafter import MAX_CANDIDATES, Drafter
 from ..engine.model_facts import check_vocab_sizes, vocab_size
 
 ASSISTANT_SETTINGS = (
@@ -114,7 +114,7 @@ def make_drafter(
     num_lookup_tokens = config.prompt_lookup_num_tokens
     if assistant_model is None:
         settings.refuse_said({"max_matching_ngram_size"}, "prompt lookup has no use for it")
-        check_count("prompt_lookup_num_tokens", num_lookup_tokens)
+        check_count("prompt_lookup_num_tokens", num_lookup_tokens, maximum=MAX_CANDIDATES)
         return PromptLookupDrafter(num_lookup_tokens, _first(settings.max_matching_ngram_size, 3))
     if num_lookup_tokens is not None:
         raise ValueError("Give either `assistant_model` or `prompt_lookup_num_tokens`, not both.")

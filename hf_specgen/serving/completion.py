@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from ..engine.request import TokenLogprobs
+from ..engine.logprobs import TokenLogprobs
 from ..engine.stats import DecodingStats
 
 

@@ -5,7 +5,8 @@ Knows requests and their text, but no tokenizer, no model and no thread.
 
 from dataclasses import dataclass, field
 
-from ..engine.request import Request, TokenLogprobs
+from ..engine.logprobs import TokenLogprobs
+from ..engine.request import Request
 from .completion import Completion
 from .detokenizer import TextAssembler, TextStop
 
@@ -45,7 +46,7 @@ class Job:
         """The text that has become final since the last call; at the end of the job what was held back."""
         if self.request is None or self.text is None:
             return ""
-        stop = self.request.rules.text_stop
+        stop = self.request.text
         assert isinstance(stop, TextStop), "every job follows its text"
         is_last = self.is_done and not self._is_flushed
         self._is_flushed = self.is_done

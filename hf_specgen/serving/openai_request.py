@@ -6,7 +6,7 @@ Knows the words of a body and nothing of prompts, models or answers.
 from collections.abc import Mapping
 from typing import Any
 
-from ..engine.request import MAX_SEED
+from ..engine.noise import MAX_SEED
 from .sampling_params import SamplingParams
 
 MAX_STOPS = 4

@@ -14,7 +14,9 @@ from transformers import (
 )
 
 from ..engine.model_facts import check_ids, context_length, eos_ids, execution_device, vocab_size
-from ..engine.request import MAX_SEED, DecodingRules, Request
+from ..engine.noise import MAX_SEED
+from ..engine.request import Request
+from ..engine.rules import DecodingRules
 from ..logits_process.bias_and_masks import UndecodableMask
 from .detokenizer import TextAssembler, TextStop
 from .job import Job
@@ -115,10 +117,16 @@ class PromptEncoder:
             ),
             eos_token_ids=params.stop_ids(self.eos_token_ids),
             do_sample=not params.is_greedy,
-            text_stop=TextStop(assembler),
         )
         seed = None if params.seed is None else (params.seed + sample) % (MAX_SEED + 1)
-        request = Request(prompt_ids, params.max_new_tokens, rules, seed, num_logprobs=params.logprobs)
+        request = Request(
+            prompt_ids,
+            params.max_new_tokens,
+            rules,
+            seed,
+            text=TextStop(assembler),
+            num_logprobs=params.logprobs,
+        )
         check_ids(self.model, request)
         return Job(text, request, assembler, index, sample, wants_logprobs=params.logprobs is not None)
 

@@ -21,7 +21,7 @@ from transformers import (
 )
 
 from ..arguments import checked_number
-from ..engine.request import MAX_SEED
+from ..engine.noise import MAX_SEED
 from ..logits_process.bias_and_masks import LogitBias
 from ..logits_process.token_penalties import TokenPenalties
 

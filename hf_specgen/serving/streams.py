@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator
 
-from ..engine.request import TokenLogprobs
+from ..engine.logprobs import TokenLogprobs
 from .completion import Completion
 from .job import Call, Job, Piece
 

@@ -26,17 +26,17 @@ from tests.support.models import (
     left_padded,
     make_model,
     noisy_copy,
-    take_seat,
+    take_slot,
 )
 
 RING = [(letter + 1) % 20 for letter in range(20)]
 
 
-def seated(model, drafter, *requests):
-    """Rows with one seat for each request, before anything was fed."""
+def placed(model, drafter, *requests):
+    """Rows with one slot for each request, before anything was fed."""
     rows = Rows(model, len(requests), draft_cache=drafter.make_cache(len(requests)))
     for request in requests:
-        take_seat(rows, request)
+        take_slot(rows, request)
     rows.span = slice(0, len(requests))
     return rows
 
@@ -81,21 +81,21 @@ class Feed:
 def test_lookup_continues_what_followed_last_time(llama, ids, block):
     drafter = PromptLookupDrafter(4)
     request = Request(ids, 20, DecodingRules(eos_token_ids=frozenset([EOS])))
-    assert blocks(drafter, seated(llama, drafter, request), 9) == [block]
+    assert blocks(drafter, placed(llama, drafter, request), 9) == [block]
 
 
 def test_lookup_is_bounded_by_the_ngram_size_and_the_room(llama):
     ids = [5, 6, 7, 9, 6, 8, 5, 6]
     for size, block in ((1, [8, 5, 6, 8]), (2, [7, 9, 6, 8])):
         drafter = PromptLookupDrafter(4, max_ngram_size=size)
-        rows = seated(llama, drafter, Request(ids, 20), Request(ids, 20), Request(ids, 20))
+        rows = placed(llama, drafter, Request(ids, 20), Request(ids, 20), Request(ids, 20))
         assert blocks(drafter, rows, 9, 2, 0) == [block, block[:2], []]
 
 
 def test_lookup_sees_committed_tokens_and_forgets_the_others(llama):
     drafter = PromptLookupDrafter(3)
     request = Request([5, 6, 7, 5], 20)
-    rows = seated(llama, drafter, request)
+    rows = placed(llama, drafter, request)
     assert blocks(drafter, rows, 9) == [[6, 7, 5]]
     assert blocks(drafter, rows, 9) == [[6, 7, 5]]
     rows.commit(0, [6, 9])
@@ -103,14 +103,14 @@ def test_lookup_sees_committed_tokens_and_forgets_the_others(llama):
     rows.commit(0, [6])
     assert blocks(drafter, rows, 9) == [[9, 6, 9]]
     rows.leave(0)
-    take_seat(rows, Request([8, 3], 20))
+    take_slot(rows, Request([8, 3], 20))
     assert blocks(drafter, rows, 9) == [[]]
 
 
 def test_lookup_needs_no_model(llama):
     drafter = PromptLookupDrafter()
     assert drafter.model is None and drafter.make_cache(3) is None
-    assert drafter.draft(seated(llama, drafter, Request([4, 4], 9)), torch.tensor([3])).probs is None
+    assert drafter.draft(placed(llama, drafter, Request([4, 4], 9)), torch.tensor([3])).probs is None
     assert drafter.num_forwards == 0
 
 
@@ -120,7 +120,7 @@ def test_lookup_needs_no_model(llama):
 def test_causal_drafts_its_own_best_tokens(llama):
     model = cycle_model(RING)
     drafter = CausalLMDrafter(model, 4)
-    rows = seated(model, drafter, Request([3, 4], 20), Request([17], 20), Request([9, 10, 11], 20))
+    rows = placed(model, drafter, Request([3, 4], 20), Request([17], 20), Request([9, 10, 11], 20))
     assert blocks(drafter, rows, 9, 9, 2) == [[5, 6, 7, 8], [18, 19, 0, 1], [12, 13]]
     assert drafter.num_forwards == 4
     assert blocks(drafter, rows, 0, 0, 0) == [[], [], []]
@@ -131,7 +131,7 @@ def test_causal_applies_the_processors_of_the_request_once(llama):
     drafter = CausalLMDrafter(copy.deepcopy(llama), 5)
     rules = DecodingRules(LogitsProcessorList([FrequencyPenalty(1.5)]))
     prompt = left_padded([6])["input_ids"]
-    (block,) = blocks(drafter, seated(llama, drafter, Request(prompt[0].tolist(), 20, rules)), 9)
+    (block,) = blocks(drafter, placed(llama, drafter, Request(prompt[0].tolist(), 20, rules)), 9)
     settings = {"logits_processor": [FrequencyPenalty(1.5)], "max_new_tokens": 5}
     assert block == llama.generate(prompt, **settings)[0, 6:].tolist()
     assert block != llama.generate(prompt, max_new_tokens=5)[0, 6:].tolist()
@@ -141,7 +141,7 @@ def test_sampled_candidates_come_with_their_law(llama):
     drafter = CausalLMDrafter(copy.deepcopy(llama), 3, temperature=0.5)
     rules = DecodingRules(LogitsProcessorList([TemperatureLogitsWarper(4.0)]), do_sample=True)
     prompt = left_padded([6])["input_ids"][0].tolist()
-    rows = seated(llama, drafter, *[Request(prompt, 20, rules, seed) for seed in range(6)], Request(prompt, 20))
+    rows = placed(llama, drafter, *[Request(prompt, 20, rules, seed) for seed in range(6)], Request(prompt, 20))
     candidates = drafter.draft(rows, torch.full((7,), 9))
     assert candidates.probs.shape == (7, 3, llama.config.vocab_size)
     for row in range(6):
@@ -163,7 +163,7 @@ def test_confidence_threshold_keeps_the_doubtful_token():
         (0.9, [[5, 6, 7, 8], [7, 8], [13, 14, 15, 16, 17]]),
     ):
         drafter = CausalLMDrafter(model, 5, confidence_threshold=threshold)
-        rows = seated(model, drafter, *[Request(prompt, 20) for prompt in prompts])
+        rows = placed(model, drafter, *[Request(prompt, 20) for prompt in prompts])
         assert blocks(drafter, rows, 9, 9, 9) == expected
 
 
@@ -172,7 +172,7 @@ def test_doubt_in_every_row_ends_the_draft_early():
     drafter = CausalLMDrafter(model, 5, confidence_threshold=0.9)
     with torch.no_grad():
         model.lm_head.weight.mul_(1e-3)
-    assert blocks(drafter, seated(model, drafter, Request([3], 20), Request([8], 20)), 9, 9) == [[4], [9]]
+    assert blocks(drafter, placed(model, drafter, Request([3], 20), Request([8], 20)), 9, 9) == [[4], [9]]
     assert drafter.num_forwards == 1
 
 
@@ -199,7 +199,7 @@ def test_heuristic_schedule_of_each_row():
 def test_draft_model_is_fed_nothing_twice_but_the_last_tokens():
     model = cycle_model(RING)
     feed = Feed(model)
-    rows = seated(cycle_model(RING), drafter := CausalLMDrafter(model, 4), request := Request([5, 6, 7], 40))
+    rows = placed(cycle_model(RING), drafter := CausalLMDrafter(model, 4), request := Request([5, 6, 7], 40))
     feed.shapes.clear()
     rows.commit(0, [8])
     assert blocks(drafter, rows, 9) == [[9, 10, 11, 12]]
@@ -268,7 +268,7 @@ def test_draft_scores_take_the_size_of_the_targets_vocabulary(sizes):
     rules = DecodingRules(LogitsProcessorList([TemperatureLogitsWarper(8.0)]), do_sample=True)
     drafter = CausalLMDrafter(draft, 3)
     prompt = [3, sizes[0] - 1, 5]  # in one of the cases an id that the draft does not have
-    rows = seated(target, drafter, *[Request(prompt, 20, rules, seed) for seed in range(16)])
+    rows = placed(target, drafter, *[Request(prompt, 20, rules, seed) for seed in range(16)])
     candidates = drafter.draft(rows, torch.full((16,), 9))
     assert candidates.probs.shape == (16, 3, sizes[0])
     torch.testing.assert_close(candidates.probs.sum(dim=-1), torch.ones(16, 3))

@@ -363,7 +363,7 @@ def test_impossible_candidates_are_not_verified_even_for_free():
     assert lengths_of(ThroughputScheduler(falling), tiny) == [1], "the product is 0"
 
 
-def test_live_row_without_room_costs_a_token_and_an_empty_seat_does_not():
+def test_live_row_without_room_costs_a_token_and_an_empty_slot_does_not():
     step_costs = costs_of({1: 1.0, 2: 1.0, 3: 10.0})
     scheduler, confidences = ThroughputScheduler(step_costs), [[0.9, 0.9], [0.9, 0.9]]
     assert lengths_of(scheduler, confidences, [2, 0], [True, False]) == [1, 0]

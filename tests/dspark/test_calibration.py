@@ -185,10 +185,10 @@ class FakeDrafter:
     num_assistant_tokens: int = 3
 
 
-def make_rows(model: PreTrainedModel, num_seats: int) -> Rows:
-    rows = Rows(model, num_seats)
+def make_rows(model: PreTrainedModel, num_slots: int) -> Rows:
+    rows = Rows(model, num_slots)
     rules = DecodingRules(eos_token_ids=frozenset({EOS}))
-    rows.requests = [Request([5], 20, rules) for _ in range(num_seats)]
+    rows.requests = [Request([5], 20, rules) for _ in range(num_slots)]
     return rows
 
 

@@ -495,9 +495,9 @@ def test_request_in_company_equals_itself_alone(target, drafts, head, threshold)
         return DSparkDrafter(drafts[head], draft_length=policy)
 
     together, alone = make_requests(2), make_requests(2)
-    stats = run(target, drafter(), together, seats=3)
+    stats = run(target, drafter(), together, slots=3)
     for request in alone:
-        run(target, drafter(), [request], seats=1)
+        run(target, drafter(), [request], slots=1)
     for number, (request, other) in enumerate(zip(together, alone, strict=True)):
         assert (number, request.token_ids) == (number, other.token_ids)
         assert request.finish_reason == other.finish_reason
@@ -513,7 +513,7 @@ def test_failure_of_a_request_is_its_own(target, draft, kind):
     """A processor that fails at a candidate only ends its row if plain decoding reaches that place."""
     failing = [Request([5, 6, 7 + seed], 20, rules(Fails(length, kind))) for seed, length in enumerate((0, 9, 13))]
     never, others = [Request([8, 9, 10], 9, rules(Fails(12, kind)))], requests_for(4)
-    stats = run(target, DSparkDrafter(draft), [*failing, *never, *others], seats=4)
+    stats = run(target, DSparkDrafter(draft), [*failing, *never, *others], slots=4)
     for request in failing:
         assert request.finish_reason == "error"
         assert ("no luck" if kind == "raises" else "`Fails` masked") in str(request.error)
@@ -534,27 +534,27 @@ def requests_for(count: int = 5) -> list[Request]:
 
 
 @torch.no_grad()
-def assert_context_is_whole(decoder: Decoder, target, model: DSparkModel, seats: list[int]) -> None:
-    """The context keys and values of some seats are those of the committed tokens but the last, at their places."""
+def assert_context_is_whole(decoder: Decoder, target, model: DSparkModel, slots: list[int]) -> None:
+    """The context keys and values of some slots are those of the committed tokens but the last, at their places."""
     cache = decoder.rows.draft_cache
-    for seat in seats:
-        request = decoder.rows.requests[seat]
+    for slot in slots:
+        request = decoder.rows.requests[slot]
         text = request.committed_from(0)[:-1]
-        assert int(cache.lengths[seat]) == len(text)
+        assert int(cache.lengths[slot]) == len(text)
         features = model.context_features(tapped(model, target, text))
         rotary = model.rotary_emb(torch.arange(len(text))[None], features.dtype)
         for layer, stored in zip(model.layers, cache.layers):
             keys, values = layer.self_attn.keys_values(features, rotary)
-            torch.testing.assert_close(stored.keys[seat, :, : len(text)], keys[0], atol=1e-4, rtol=1e-4)
-            torch.testing.assert_close(stored.values[seat, :, : len(text)], values[0], atol=1e-4, rtol=1e-4)
+            torch.testing.assert_close(stored.keys[slot, :, : len(text)], keys[0], atol=1e-4, rtol=1e-4)
+            torch.testing.assert_close(stored.values[slot, :, : len(text)], values[0], atol=1e-4, rtol=1e-4)
 
 
 def test_context_is_that_of_the_committed_tokens(target, draft):
     requests = requests_for(8)
     decoder = Decoder(target, DSparkDrafter(draft), max_batch_size=3)
     for _ in decoder.run(requests):
-        seated = [seat for seat, request in enumerate(decoder.rows.requests) if request and request.token_ids]
-        assert_context_is_whole(decoder, target, draft, seated)
+        placed = [slot for slot, request in enumerate(decoder.rows.requests) if request and request.token_ids]
+        assert_context_is_whole(decoder, target, draft, placed)
     assert_partly_accepted(decoder.stats)
 
 
@@ -606,9 +606,9 @@ def test_failed_round_is_made_good(target, draft, monkeypatch, place):
             requests = requests_for()
 
             def check(decoder=decoder):
-                behind = decoder._seating.joining
-                seats = [s for s, r in enumerate(decoder.rows.requests) if r and r.token_ids and s not in behind]
-                assert_context_is_whole(decoder, target, draft, seats)
+                behind = decoder._scheduler.prefilling
+                slots = [s for s, r in enumerate(decoder.rows.requests) if r and r.token_ids and s not in behind]
+                assert_context_is_whole(decoder, target, draft, slots)
 
             num_failures += go_on(decoder, requests, check)
             if handle is not None:
@@ -644,7 +644,7 @@ def test_failure_of_a_shared_processor_or_criterion_is_made_good(target, draft, 
             LogitsProcessorList([FailingProcessor(call)] if kind == "processor" else []),
             StoppingCriteriaList([FailingCriterion(call)] if kind == "criterion" else []),
         )
-        padded_batch = PaddedBatch(batch["input_ids"], 16, shared)
+        padded_batch = PaddedBatch(batch["input_ids"], 16)
         requests = [
             Request(ids[mask == 1].tolist(), 16, shared, batch=padded_batch, batch_row=row)
             for row, (ids, mask) in enumerate(zip(batch["input_ids"], batch["attention_mask"]))
@@ -744,7 +744,7 @@ def test_context_of_a_committed_token_is_computed_once(target, draft, monkeypatc
     written.clear()
     for _ in Decoder(target, DSparkDrafter(draft), max_batch_size=1).run(alone):
         pass
-    stats = run(target, DSparkDrafter(draft), again := requests_for(1), seats=1, trace=True)
+    stats = run(target, DSparkDrafter(draft), again := requests_for(1), slots=1, trace=True)
     assert again[0].token_ids == alone[0].token_ids
     start, expected = len(alone[0].prompt_ids), [list(range(len(alone[0].prompt_ids)))]
     for trace in stats.traces:
@@ -847,9 +847,9 @@ def test_sampled_and_greedy_rows_side_by_side(target, draft):
         return [Request([5, 6, 7 + seed], 20, rules(do_sample=seed % 2 == 0), seed=seed) for seed in range(6)]
 
     mixed = requests()
-    stats = run(target, DSparkDrafter(draft), mixed, seats=6, trace=True)
+    stats = run(target, DSparkDrafter(draft), mixed, slots=6, trace=True)
     for number, (request, alone) in enumerate(zip(mixed, requests())):
-        own = run(target, DSparkDrafter(draft), [alone], seats=1, trace=True)
+        own = run(target, DSparkDrafter(draft), [alone], slots=1, trace=True)
         assert request.token_ids == alone.token_ids
         assert rounds_of(stats.traces, number) == rounds_of(own.traces, 0)
         if not request.rules.do_sample:

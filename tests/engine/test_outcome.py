@@ -201,7 +201,6 @@ def test_request_given_twice_is_refused(models):
         {"logits_processor": AfterEos(1, False)},
         {"stopping_criteria": ["junk"]},
         {"do_sample": "no"},
-        {"pad_token_id": None},
     ],
 )
 def test_rules_of_wrong_types_are_refused(rules):

@@ -72,11 +72,11 @@ def assert_plain(family, *requests):
 class Watched:
     """A decoder that keeps a list of what it does: passes over prompts, and "round"."""
 
-    def __init__(self, family="llama", kind="plain", seats=4, trace=False, **limits):
-        self.decoder = Decoder(target_of(family), drafter_of(family, kind), seats, CacheLimits(**limits), trace=trace)
-        self.seating = self.decoder._seating
+    def __init__(self, family="llama", kind="plain", slots=4, trace=False, **limits):
+        self.decoder = Decoder(target_of(family), drafter_of(family, kind), slots, CacheLimits(**limits), trace=trace)
+        self.scheduler = self.decoder._scheduler
         self.events = []
-        next_pass, one_round = self.seating.next_pass, self.decoder._round
+        next_pass, one_round = self.scheduler.next_pass, self.decoder._round
 
         def watched_pass():
             self.events.append(next_pass())
@@ -86,7 +86,7 @@ class Watched:
             self.events.append("round")
             return one_round()
 
-        self.seating.next_pass, self.decoder._round = watched_pass, watched_round
+        self.scheduler.next_pass, self.decoder._round = watched_pass, watched_round
 
     @property
     def passes(self):
@@ -116,7 +116,7 @@ def chunked_requests():
 @pytest.mark.parametrize("family", FAMILIES)
 def test_prompt_in_chunks_gives_the_text_of_plain_generate(family, kind):
     requests = chunked_requests()
-    watched = Watched(family, kind, seats=3, prefill_chunk_size=11).finish(*requests)
+    watched = Watched(family, kind, slots=3, prefill_chunk_size=11).finish(*requests)
     assert_plain(family, *requests)
     assert sum(not event.is_last for event in watched.passes) > 5
     first, last = watched.events.index("round"), len(watched.events) - watched.events[::-1].index("round")
@@ -132,14 +132,14 @@ def test_prompt_in_chunks_gives_the_text_of_plain_generate(family, kind):
 def test_candidates_do_not_depend_on_the_chunks(family, kind):
     """For a DSpark drafter: the hidden states of all chunks arrive, each at its place."""
 
-    def proposed(chunk, seats):
+    def proposed(chunk, slots):
         requests = chunked_requests()
-        watched = Watched(family, kind, seats, trace=True, prefill_chunk_size=chunk).finish(*requests)
+        watched = Watched(family, kind, slots, trace=True, prefill_chunk_size=chunk).finish(*requests)
         traces = watched.decoder.stats.traces
         return [[(t.proposed, t.num_accepted) for t in traces if t.row == row] for row in range(len(requests))]
 
-    chunked = proposed(11, seats=3)
-    assert chunked == proposed(512, seats=1)
+    chunked = proposed(11, slots=3)
+    assert chunked == proposed(512, slots=1)
     assert any(accepted not in (0, len(tokens)) for row in chunked for tokens, accepted in row)
 
 
@@ -162,10 +162,10 @@ def test_rows_that_decode_wait_for_a_chunk_of_a_prompt_at_most(chunk):
 
 
 def test_short_prompts_go_in_one_after_the_other_up_to_a_chunk():
-    """Newcomers that do not sit together, since the seats between them are taken."""
+    """Newcomers that do not sit together, since the slots between them are taken."""
     staying = [Request(prompt(2, seed), 60 if seed % 2 else 4) for seed in range(6)]
     coming = [Request(prompt(10, 20 + seed), 9) for seed in range(3)]
-    watched = Watched(seats=6, prefill_chunk_size=16)
+    watched = Watched(slots=6, prefill_chunk_size=16)
     watched.decoder.add(*staying)
     while any(request.finish_reason is None for request in staying[::2]):
         watched.decoder.step()
@@ -190,7 +190,7 @@ def test_padding_is_bounded(seed):
     generator = random.Random(seed)
     lengths = [generator.choice([1, 3, 20, 60, 70, 110, 150, 200]) for _ in range(24)]
     requests = [Request(prompt(length, 300 * seed + i), 2) for i, length in enumerate(lengths)]
-    watched = Watched(seats=8).finish(*requests)
+    watched = Watched(slots=8).finish(*requests)
     assert any(len(event.token_lists) > 2 for event in watched.passes)
     for event in watched.passes:
         counts = [len(tokens) for tokens in event.token_lists]
@@ -200,7 +200,7 @@ def test_padding_is_bounded(seed):
 
 
 def test_newcomers_of_one_length_take_one_pass():
-    watched = Watched(seats=8).finish(*[Request(prompt(100 + seed, seed), 2) for seed in range(8)])
+    watched = Watched(slots=8).finish(*[Request(prompt(100 + seed, seed), 2) for seed in range(8)])
     assert [event.span for event in watched.passes] == [slice(0, 8)]
 
 
@@ -223,7 +223,7 @@ def test_padding_stays_within_the_columns_of_a_fixed_cache():
 def test_padding_stays_within_the_bound():
     first, others = shared_and_not()
     most = 3 * (182 + CANDIDATE_COLUMNS)
-    watched = Watched(seats=3, max_tokens_in_cache=most)
+    watched = Watched(slots=3, max_tokens_in_cache=most)
     watched.decoder.add(first)
     watched.decoder.step()
     watched.decoder.add(*others)
@@ -239,17 +239,17 @@ def test_padding_stays_within_the_bound():
 @pytest.mark.parametrize("kind", KINDS)
 def test_samples_of_a_prompt_share_its_prefill(kind):
     requests = [Request(prompt(40, 1), 12) for _ in range(5)]
-    watched = Watched("llama", kind, seats=5).finish(*requests)
+    watched = Watched("llama", kind, slots=5).finish(*requests)
     assert watched.num_fed == 40 + 4
     assert_plain("llama", *requests)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
-def test_common_beginning_is_computed_once_while_one_of_its_prompts_is_seated(family, kind):
+def test_common_beginning_is_computed_once_while_one_of_its_prompts_is_sloted(family, kind):
     system = prompt(48, 2)
     requests = [Request([*system, *prompt(5, 10 + i)], 8 + 3 * i) for i in range(9)]
-    watched = Watched(family, kind, seats=3, prefill_chunk_size=13).finish(*requests)
+    watched = Watched(family, kind, slots=3, prefill_chunk_size=13).finish(*requests)
     assert watched.num_fed == 48 + 9 * 5
     assert_plain(family, *requests)
     if kind != "plain":
@@ -260,7 +260,7 @@ def test_common_beginning_is_computed_once_while_one_of_its_prompts_is_seated(fa
 def test_beginnings_that_are_too_short_are_computed_again(num_common, is_copied):
     common = prompt(num_common, 3)
     requests = [Request([*common, 5, *prompt(9, 1)], 4), Request([*common, 6, *prompt(9, 2)], 4)]
-    watched = Watched(seats=2).finish(*requests)
+    watched = Watched(slots=2).finish(*requests)
     assert watched.num_fed == 2 * (num_common + 10) - (num_common if is_copied else 0)
     assert_plain("llama", *requests)
 
@@ -268,7 +268,7 @@ def test_beginnings_that_are_too_short_are_computed_again(num_common, is_copied)
 def test_what_was_generated_is_not_shared():
     """The second prompt is the first with its answer: only the prompts' own beginning is looked at."""
     first = Request(prompt(20, 4), 40)
-    watched = Watched(seats=2)
+    watched = Watched(slots=2)
     watched.decoder.add(first)
     for _ in range(10):
         watched.decoder.step()
@@ -282,7 +282,7 @@ def test_what_was_generated_is_not_shared():
 def test_longest_common_beginning_is_taken():
     base = prompt(60, 5)
     requests = [Request(base[:20] + [3] * 5, 30), Request(base[:40] + [4] * 5, 30), Request([*base, 7], 5)]
-    watched = Watched(seats=3)
+    watched = Watched(slots=3)
     for request in requests:
         watched.decoder.add(request)
         watched.decoder.step()
@@ -296,7 +296,7 @@ def test_longest_common_beginning_is_taken():
 def test_copied_keys_and_values_equal_computed_ones(family, kind):
     system = prompt(30, 6)
     first, second = Request([*system, 5, 6], 25), Request([*system, 9, 8, 7], 25)
-    watched = Watched(family, kind, seats=2)
+    watched = Watched(family, kind, slots=2)
     watched.decoder.add(first)
     for _ in range(4):
         watched.decoder.step()
@@ -304,7 +304,7 @@ def test_copied_keys_and_values_equal_computed_ones(family, kind):
     while len(second.token_ids) < 4:
         watched.decoder.step()
     assert watched.num_fed == 32 + 3
-    alone = Watched(family, kind, seats=1)
+    alone = Watched(family, kind, slots=1)
     alone.decoder.add(Request(second.prompt_ids, 25))
     while int(alone.decoder.rows.cache.lengths[0]) < second.num_committed - 1:
         alone.decoder.step()
@@ -322,14 +322,14 @@ def test_beginning_of_a_leader_that_was_aborted_is_computed_by_the_next(kind):
     decoding = Request(prompt(3, 7), 60)
     system = prompt(40, 8)
     leader, *followers = [Request([*system, *prompt(4, 20 + i)], 10) for i in range(4)]
-    watched = Watched("llama", kind, seats=5, prefill_chunk_size=8)
+    watched = Watched("llama", kind, slots=5, prefill_chunk_size=8)
     watched.decoder.add(decoding)
     watched.decoder.step()
     watched.decoder.add(leader, *followers)
     for _ in range(5):
         watched.decoder.step()
-    seat = next(seat for seat, request in watched.seating.joining.items() if request is leader)
-    assert 0 < watched.decoder.rows.cache.lengths[seat] < 40
+    slot = next(slot for slot, request in watched.scheduler.prefilling.items() if request is leader)
+    assert 0 < watched.decoder.rows.cache.lengths[slot] < 40
     watched.decoder.abort(leader)
     watched.events.clear()
     watched.finish()
@@ -341,8 +341,8 @@ def test_beginning_of_a_leader_that_was_aborted_is_computed_by_the_next(kind):
 def test_follower_of_a_leader_that_decodes_and_leaves_keeps_its_copy():
     system = prompt(40, 9)
     first, second = Request([*system, 5], 2), Request([*system, 6], 20)
-    third = Request(prompt(20, 1), 15)  # sits down in the first one's seat
-    watched = Watched(seats=2).finish(first, second, third)
+    third = Request(prompt(20, 1), 15)  # sits down in the first one's slot
+    watched = Watched(slots=2).finish(first, second, third)
     assert watched.num_fed == 41 + 1 + 20
     assert_plain("llama", first, second, third)
 
@@ -351,7 +351,7 @@ def test_draft_cache_that_lags_behind_is_copied_as_far_as_it_goes():
     """The draft model reads a prompt when it first drafts: the second one joins before, the third one after."""
     system = prompt(40, 10)
     requests = [Request([*system, 5 + i], 20) for i in range(3)]
-    watched = Watched("llama", "draft", seats=3)
+    watched = Watched("llama", "draft", slots=3)
     watched.decoder.add(requests[0])
     watched.decoder.step()
     assert watched.decoder.rows.draft_cache.lengths.tolist() == [0, 0, 0]
@@ -392,23 +392,23 @@ def bounded_requests(seed, count=16):
 @pytest.mark.parametrize("kind", ["draft", "lookup", "plain"])
 def test_cache_never_outgrows_the_bound_and_everyone_finishes(kind, most):
     requests = bounded_requests(most)
-    watched = Watched("llama", kind, seats=6, prefill_chunk_size=32, max_tokens_in_cache=most)
+    watched = Watched("llama", kind, slots=6, prefill_chunk_size=32, max_tokens_in_cache=most)
     watched.decoder.add(*requests)
-    largest, most_seated = 0, 0
+    largest, most_sloted = 0, 0
     while watched.decoder.has_unfinished:
         watched.decoder.step()
         largest = max(largest, num_allocated(watched.decoder))
-        most_seated = max(most_seated, len(watched.seating.seated))
+        most_sloted = max(most_sloted, len(watched.scheduler.active))
         assert largest <= most
     assert largest > most / 3, "the bound is far away"
-    assert most_seated > 1 or most < 300
+    assert most_sloted > 1 or most < 300
     assert_plain("llama", *requests)
 
 
 def test_cache_of_a_draft_model_is_as_long_as_the_targets():
     requests = [Request(prompt(80, seed), 100) for seed in range(4)]
     most = 2 * (180 + CANDIDATE_COLUMNS)
-    watched = Watched("llama", "draft", seats=4, max_tokens_in_cache=most)
+    watched = Watched("llama", "draft", slots=4, max_tokens_in_cache=most)
     watched.decoder.add(*requests)
     while watched.decoder.has_unfinished:
         watched.decoder.step()
@@ -417,12 +417,12 @@ def test_cache_of_a_draft_model_is_as_long_as_the_targets():
 
 def test_requests_wait_for_room_in_their_order():
     requests = [Request(prompt(20, seed), 10) for seed in range(6)]
-    watched = Watched(seats=4, max_tokens_in_cache=2 * (30 + CANDIDATE_COLUMNS))
+    watched = Watched(slots=4, max_tokens_in_cache=2 * (30 + CANDIDATE_COLUMNS))
     watched.decoder.add(*requests)
     begun = []
     while watched.decoder.has_unfinished:
         watched.decoder.step()
-        assert len(watched.seating.seated) <= 2
+        assert len(watched.scheduler.active) <= 2
         begun += [i for i, request in enumerate(requests) if request.token_ids and i not in begun]
     assert begun == list(range(6))
     assert_plain("llama", *requests)
@@ -433,7 +433,7 @@ def test_long_request_gets_the_memory_that_many_short_ones_had():
     most = 400
     short = [Request(prompt(20, seed), 5) for seed in range(4)]
     long = Request(prompt(190, 9), 30)
-    watched = Watched(seats=4, max_tokens_in_cache=most).finish(*short)
+    watched = Watched(slots=4, max_tokens_in_cache=most).finish(*short)
     assert num_allocated(watched.decoder) > most - (220 + CANDIDATE_COLUMNS)
     watched.decoder.add(long, *[Request(prompt(20, 20 + seed), 5) for seed in range(2)])
     while watched.decoder.has_unfinished:
@@ -466,7 +466,7 @@ def test_one_that_is_refused_leaves_its_company_out_too():
 @pytest.mark.parametrize("kind", ["draft", "dspark", "plain"])
 def test_memory_is_given_back_when_idle(kind):
     requests = chunked_requests()
-    watched = Watched("llama", kind, seats=3).finish(*requests)
+    watched = Watched("llama", kind, slots=3).finish(*requests)
     assert num_allocated(watched.decoder, slice(0, 2)) > 0
     watched.decoder.release()
     assert num_allocated(watched.decoder, slice(0, 2)) == 0
@@ -476,10 +476,10 @@ def test_memory_is_given_back_when_idle(kind):
     assert_plain("llama", *again)
 
 
-def test_more_candidates_than_columns_are_kept_for_stay_within_the_bound():
+def test_largest_blocks_stay_within_the_bound():
     requests = [Request([5] * 150, 10), Request([4] * 20, 130)]
     most = 2 * (160 + CANDIDATE_COLUMNS)
-    decoder = Decoder(target_of("llama"), PromptLookupDrafter(110), 2, CacheLimits(max_tokens_in_cache=most))
+    decoder = Decoder(target_of("llama"), PromptLookupDrafter(63), 2, CacheLimits(max_tokens_in_cache=most))
     decoder.add(*requests)
     while decoder.has_unfinished:
         decoder.step()
@@ -490,19 +490,19 @@ def test_more_candidates_than_columns_are_kept_for_stay_within_the_bound():
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("stage", ["waiting", "joining", "decoding", "done"])
+@pytest.mark.parametrize("stage", ["waiting", "prefilling", "decoding", "done"])
 def test_request_is_aborted_at_any_time(stage, kind):
     company = [Request(prompt(3, 1), 30), Request(prompt(4, 2), 30)]
     leaving, coming = Request(prompt(60, 3), 25), Request(prompt(9, 4), 12)
-    watched = Watched("llama", kind, seats=2 if stage == "waiting" else 3, prefill_chunk_size=16)
+    watched = Watched("llama", kind, slots=2 if stage == "waiting" else 3, prefill_chunk_size=16)
     watched.decoder.add(*company)
     watched.decoder.step()
     watched.decoder.add(leaving)
 
     def is_there():
         return {
-            "waiting": leaving in watched.seating.waiting,
-            "joining": leaving in watched.seating.joining.values(),
+            "waiting": leaving in watched.scheduler.waiting.values(),
+            "prefilling": leaving in watched.scheduler.prefilling.values(),
             "decoding": len(leaving.token_ids) > 2,
             "done": leaving.finish_reason is not None,
         }[stage]
@@ -512,12 +512,12 @@ def test_request_is_aborted_at_any_time(stage, kind):
         watched.decoder.step()
         num_steps += 1
     assert is_there()
-    num_seated = len(watched.seating.seated)
+    num_active = len(watched.scheduler.active)
     num_tokens = len(leaving.token_ids)
     watched.decoder.abort(leaving)
     watched.decoder.abort(leaving)
-    assert leaving not in watched.seating.seated and leaving not in watched.seating.waiting
-    assert len(watched.seating.seated) == num_seated - (stage in ("joining", "decoding"))
+    assert leaving not in watched.scheduler.active and leaving not in watched.scheduler.waiting.values()
+    assert len(watched.scheduler.active) == num_active - (stage in ("prefilling", "decoding"))
     assert leaving.finish_reason == ("length" if stage == "done" else "aborted")
     watched.finish(coming)
     assert_plain("llama", *company, coming)
@@ -561,7 +561,7 @@ def test_decoding_goes_on_after_a_pass_that_failed(monkeypatch, kind, place, whe
     for at in (1, 2, 5, 8, 12):
         requests = [Request(prompt(3, 1), 30), Request(prompt(1, 5), 10), Request(prompt(50, 2), 9)]
         requests.append(Request([*requests[2].prompt_ids[:40], *prompt(9, 3)], 9))
-        watched = Watched("llama", kind, seats=4, prefill_chunk_size=8)
+        watched = Watched("llama", kind, slots=4, prefill_chunk_size=8)
         owner, name = {"forward": (target, "forward")}.get(place, (watched.decoder.drafter, place))
         with monkeypatch.context() as patch:
             patch.setattr(owner, name, fails_once(getattr(owner, name), (at, when)))
@@ -587,7 +587,7 @@ def test_sampled_text_is_its_seeds_after_a_chunk_that_failed(monkeypatch):
 
     expected, company, failed = sampled(), Request(prompt(3, 1), 30), sampled()
     run(target, None, [expected])
-    watched = Watched(seats=2, prefill_chunk_size=8)
+    watched = Watched(slots=2, prefill_chunk_size=8)
     watched.decoder.add(company)
     watched.decoder.step()
     watched.decoder.add(failed)
@@ -607,14 +607,14 @@ def test_sampled_text_is_its_seeds_after_a_chunk_that_failed(monkeypatch):
 @pytest.mark.parametrize("kind", KINDS)
 def test_chunks_and_copies_in_a_cache_of_fixed_size(kind):
     requests = [*chunked_requests(), Request([*prompt(70, 490)[:60], 5], 20)]
-    watched = Watched("llama", kind, seats=3, capacity=100, prefill_chunk_size=16).finish(*requests)
+    watched = Watched("llama", kind, slots=3, capacity=100, prefill_chunk_size=16).finish(*requests)
     assert_plain("llama", *requests)
     assert {layer.keys.shape[2] for layer in watched.decoder.rows.cache.layers} == {100 + CANDIDATE_COLUMNS}
     with pytest.raises(ValueError, match="101 tokens, but the cache has a `capacity` of 100"):
         watched.decoder.add(Request(prompt(81, 0), 20))
 
 
-def test_run_gives_seats_to_the_largest_budgets_first():
+def test_run_gives_slots_to_the_largest_budgets_first():
     budgets = [5, 9, 9, 2, 14]
     requests = [Request(prompt(3, i), budget) for i, budget in enumerate(budgets)]
     decoder = Decoder(target_of("llama"), max_batch_size=1)
@@ -625,7 +625,7 @@ def test_run_gives_seats_to_the_largest_budgets_first():
     assert_plain("llama", *requests)
 
 
-def test_step_gives_seats_in_the_order_of_arrival():
+def test_step_gives_slots_in_the_order_of_arrival():
     requests = [Request(prompt(3, i), budget) for i, budget in enumerate([5, 9, 9, 2, 14])]
     decoder = Decoder(target_of("llama"), max_batch_size=2)
     decoder.add(*requests[:2])
@@ -641,7 +641,7 @@ def test_eos_of_a_prompt_in_chunks_ends_it_with_its_first_token():
     text = expected_text("llama", tuple(prompt(50, 2)), 5)
     company = Request(prompt(3, 1), 30)
     ending = Request(prompt(50, 2), 5, rules(eos_token_ids=frozenset([EOS, text[0]])))
-    watched = Watched(seats=2, prefill_chunk_size=8)
+    watched = Watched(slots=2, prefill_chunk_size=8)
     watched.decoder.add(company)
     watched.decoder.step()
     watched.finish(ending)

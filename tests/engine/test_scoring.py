@@ -24,7 +24,7 @@ from hf_specgen import (
 from hf_specgen.engine.batch import Rows
 from hf_specgen.engine.request import PaddedBatch
 from hf_specgen.engine.scoring import score
-from tests.support.models import VOCAB_SIZE, assert_same_as_plain, left_padded, make_model, noisy_copy, take_seat
+from tests.support.models import VOCAB_SIZE, assert_same_as_plain, left_padded, make_model, noisy_copy, take_slot
 
 K, FEW_IDS = 4, 9  # texts over few ids, so that n-grams and penalties have something to find
 PROMPT_LENGTHS, NUM_GENERATED, LENGTHS = [6, 1, 3, 4], [3, 0, 5, 2], [4, 3, 0, 2]
@@ -139,11 +139,11 @@ def padded_prompts(prompts: list[list[int]]) -> dict[str, torch.Tensor]:
     }
 
 
-def seated(model, texts: dict, rules: list[DecodingRules], batch: PaddedBatch | None) -> Rows:
+def placed(model, texts: dict, rules: list[DecodingRules], batch: PaddedBatch | None) -> Rows:
     """Rows in the middle of decoding, each with another number of generated tokens."""
     rows = Rows(model, len(texts["prompts"]))
     for row, (prompt, generated) in enumerate(zip(texts["prompts"], texts["generated"], strict=True)):
-        take_seat(rows, Request(prompt, MAX_NEW_TOKENS, rules[row], batch=batch, batch_row=row if batch else 0))
+        take_slot(rows, Request(prompt, MAX_NEW_TOKENS, rules[row], batch=batch, batch_row=row if batch else 0))
         rows.commit(row, generated)
     return rows
 
@@ -158,9 +158,9 @@ def test_lone_requests_are_judged_on_their_own_unpadded_ids(llama, texts, name):
     processors = [built_by_generate(llama, batch, **SETTINGS[name]) for batch in alone]
     assert all(len(p) > 0 for p in processors)
     rules = [DecodingRules(p, do_sample="do_sample" in SETTINGS[name]) for p in processors]
-    rows = seated(llama, texts, rules, batch=None)
+    rows = placed(llama, texts, rules, batch=None)
     raw = texts["logits"].clone()
-    found = score(rows, raw, texts["candidates"], torch.tensor(LENGTHS))
+    found = score(rows, raw, texts["candidates"], torch.tensor(LENGTHS)).values
     assert torch.equal(raw, texts["logits"]), "the model's output was changed"
     num_changed = 0
     for row, length in enumerate(LENGTHS):
@@ -179,9 +179,9 @@ def test_rows_of_a_batch_are_judged_as_on_the_padded_batch(llama, texts, name):
     batch = padded_prompts(texts["prompts"])
     processors = built_by_generate(llama, batch, **settings)
     rules = DecodingRules(processors, do_sample="do_sample" in settings)
-    rows = seated(llama, texts, [rules] * 4, PaddedBatch(batch["input_ids"], MAX_NEW_TOKENS, rules))
+    rows = placed(llama, texts, [rules] * 4, PaddedBatch(batch["input_ids"], MAX_NEW_TOKENS))
     raw = texts["logits"].clone()
-    found = score(rows, raw, texts["candidates"], torch.tensor(LENGTHS))
+    found = score(rows, raw, texts["candidates"], torch.tensor(LENGTHS)).values
     assert torch.equal(raw, texts["logits"]), "the model's output was changed"
     for row, length in enumerate(LENGTHS):
         own = texts["generated"][row] + texts["candidates"][row].tolist()
@@ -200,33 +200,33 @@ def test_position_by_position_is_the_same_as_all_at_once(llama, texts, name):
     batch = padded_prompts(texts["prompts"])
     processors = built_by_generate(llama, batch, **SETTINGS[name])
     rules = DecodingRules(processors, do_sample="do_sample" in SETTINGS[name])
-    rows = seated(llama, texts, [rules] * 4, PaddedBatch(batch["input_ids"], MAX_NEW_TOKENS, rules))
-    together = score(rows, texts["logits"], texts["candidates"], torch.tensor(LENGTHS))
+    rows = placed(llama, texts, [rules] * 4, PaddedBatch(batch["input_ids"], MAX_NEW_TOKENS))
+    together = score(rows, texts["logits"], texts["candidates"], torch.tensor(LENGTHS)).values
     for position in range(K + 1):
         drafted = texts["candidates"][:, :position]
         lengths = torch.tensor(LENGTHS).clamp(max=position)
-        found = score(rows, texts["logits"][:, [position]], drafted, lengths, first=position)
+        found = score(rows, texts["logits"][:, [position]], drafted, lengths, first=position).values
         for row, length in enumerate(LENGTHS):
             if position <= length:
                 assert_same(found[row, 0], together[row, position], f"row {row}, position {position}")
 
 
-def test_empty_seats_and_rows_without_processors_keep_the_raw_scores(llama, texts):
+def test_empty_slots_and_rows_without_processors_keep_the_raw_scores(llama, texts):
     rules = [DecodingRules(LogitsProcessorList([LogitBias({5: 1.0})])), *[DecodingRules()] * 3]
-    rows = seated(llama, texts, rules, batch=None)
+    rows = placed(llama, texts, rules, batch=None)
     rows.leave(2)
-    found = score(rows, texts["logits"], texts["candidates"], torch.tensor(LENGTHS))
+    found = score(rows, texts["logits"], texts["candidates"], torch.tensor(LENGTHS)).values
     assert torch.equal(found[1:], texts["logits"][1:])
     assert torch.equal(found[0, :, 5], texts["logits"][0, :, 5] + 1.0)
 
 
 def test_half_precision_is_judged_in_fp32(llama, texts):
     rules = DecodingRules(LogitsProcessorList([FrequencyPenalty(0.3)]))
-    rows = seated(llama, texts, [rules] * 4, batch=None)
+    rows = placed(llama, texts, [rules] * 4, batch=None)
     raw = texts["logits"].bfloat16()
-    found = score(rows, raw, texts["candidates"], torch.tensor(LENGTHS))
+    found = score(rows, raw, texts["candidates"], torch.tensor(LENGTHS)).values
     assert found.dtype == torch.float32
-    expected = score(rows, raw.float(), texts["candidates"], torch.tensor(LENGTHS))
+    expected = score(rows, raw.float(), texts["candidates"], torch.tensor(LENGTHS)).values
     assert_same(found, expected, "bfloat16")
 
 
@@ -242,8 +242,8 @@ class Counting(LogitsProcessor):
 def test_foreign_processor_is_called_once_per_number_of_generated_tokens(llama, texts):
     counting = Counting()
     rules = DecodingRules(LogitsProcessorList([counting]))
-    batch = PaddedBatch(padded_prompts(texts["prompts"])["input_ids"], MAX_NEW_TOKENS, rules)
-    rows = seated(llama, texts, [rules] * 4, batch)
+    batch = PaddedBatch(padded_prompts(texts["prompts"])["input_ids"], MAX_NEW_TOKENS)
+    rows = placed(llama, texts, [rules] * 4, batch)
     score(rows, texts["logits"], texts["candidates"], torch.tensor(LENGTHS))
     numbers = {
         n + position for n, length in zip(NUM_GENERATED, LENGTHS, strict=True) for position in range(length + 1)

@@ -54,12 +54,11 @@ def test_rates_by_position():
     assert stats.acceptance_rate == 5 / 7
     assert stats.mean_accepted_length == 9 / 4
     stats.target_forwards = 4
-    assert stats.tokens_per_target_forward == 10 / 4
 
 
 def test_rates_of_nothing_are_zero():
     stats = DecodingStats()
-    assert stats.mean_accepted_length == stats.acceptance_rate == stats.tokens_per_target_forward == 0.0
+    assert stats.mean_accepted_length == stats.acceptance_rate == 0.0
     assert stats.conditional_acceptance == stats.survival == []
 
 

@@ -6,8 +6,10 @@ import torch
 from transformers import MaxTimeCriteria, StoppingCriteria, StoppingCriteriaList, StopStringCriteria
 
 from hf_specgen import CausalLMDrafter, Decoder, DecodingRules, Request, enable_speculation
+from hf_specgen.engine.criteria import apply_criteria
 from hf_specgen.engine.request import PaddedBatch
-from hf_specgen.engine.stopping import cut
+from hf_specgen.engine.results import RowResult
+from hf_specgen.engine.stopping import apply_stops
 from tests.support.models import character_tokenizer, cycle_model, left_padded, make_model, noisy_copy
 
 LETTERS = "?abcdefghijklmnopqrstu"  # the id of a letter is its place; 0 is no letter
@@ -35,15 +37,35 @@ class Seen(StoppingCriteria):
         return torch.tensor(found) if self.is_tensor else found[0]
 
 
-def request(prompt="ab", generated="", max_new_tokens=20, eos="", criteria=(), batch=None, row=0) -> Request:
-    rules = DecodingRules(
-        stopping_criteria=StoppingCriteriaList(criteria), eos_token_ids=frozenset(ids_of(eos)), pad_token_id=0
-    )
-    made = Request(ids_of(prompt), max_new_tokens, rules if batch is None else batch.rules, batch=batch, batch_row=row)
+def request(prompt="ab", generated="", max_new_tokens=20, eos="", criteria=(), like=None, row=0) -> Request:
+    """A request that is being decoded; on its own, or in the batch of another one."""
+    rules = DecodingRules(stopping_criteria=StoppingCriteriaList(criteria), eos_token_ids=frozenset(ids_of(eos)))
+    rules, batch = (rules, None) if like is None else like
+    made = Request(ids_of(prompt), max_new_tokens, rules, batch=batch, batch_row=row)
     made.start(torch.device("cpu"))
     if generated:
         made.commit(ids_of(generated))
+    if made.is_alone:
+        made.batch.num_judged = len(generated)
     return made
+
+
+def cut(requests: list[Request], token_lists: list[list[int]]) -> list[tuple[int, str | None]]:
+    """How many of its new tokens each request takes in a round, and its finish reason."""
+    for made in (other for one in requests for other in one.batch.requests):
+        made.status = "decoding" if made.finish_reason is None else made.status
+    starts = [len(made.token_ids) for made in requests]
+    results = [
+        RowResult(row, made, start, [], 0, tokens)
+        for row, (made, start, tokens) in enumerate(zip(requests, starts, token_lists))
+    ]
+    for result in apply_stops(results):
+        result.request.commit(result.token_ids)
+        if result.finish_reason is not None:
+            result.request.finish(result.finish_reason, error=result.error)
+    for batch in {id(made.batch): made.batch for made in requests}.values():
+        apply_criteria(batch)
+    return [(len(made.token_ids) - start, made.finish_reason) for made, start in zip(requests, starts)]
 
 
 def cut_one(made: Request, tokens: str) -> tuple[int, str | None]:
@@ -126,25 +148,35 @@ def test_time_ends_a_row_after_what_it_has_got():
 def batch_of(prompts: list[str], generated: list[str], criteria: list) -> list[Request]:
     width = max(map(len, prompts))
     prompt_ids = torch.tensor([[0] * (width - len(prompt)) + ids_of(prompt) for prompt in prompts])
-    rules = DecodingRules(stopping_criteria=StoppingCriteriaList(criteria), pad_token_id=0)
-    batch = PaddedBatch(prompt_ids, 20, rules)
+    rules = DecodingRules(stopping_criteria=StoppingCriteriaList(criteria))
+    batch = PaddedBatch(prompt_ids, 20)
     return [
-        request(prompt, text, batch=batch, row=row)
+        request(prompt, text, like=(rules, batch), row=row)
         for row, (prompt, text) in enumerate(zip(prompts, generated, strict=True))
     ]
 
 
-def test_rows_of_a_batch_are_judged_on_the_padded_batch_at_their_own_length():
+def test_rows_of_a_batch_are_judged_together_once_the_slowest_is_there():
     seen = Seen("s")
     requests = batch_of(["abc", "d", "ef"], ["g", "hij", ""], [seen])
-    found = cut([requests[0], requests[2]], [ids_of("kls"), ids_of("ms")])  # row 1 sits this round out
-    assert found == [(3, "criteria"), (2, "criteria")]
-    texts = {0: "abcgkls", 2: "?efms"}
-    assert [call.shape for call in seen.calls] == [(3, 3 + count) for count in (1, 2, 3, 4)]
-    judged = {1: [2], 2: [0, 2], 3: [0], 4: [0]}
-    for count, call in zip((1, 2, 3, 4), seen.calls, strict=True):
-        for row in judged[count]:
-            assert call[row].tolist() == ids_of(texts[row][: 3 + count])
+    assert cut([requests[0], requests[2]], [ids_of("kls"), ids_of("m")]) == [(3, None), (1, None)]
+    assert [call.tolist() for call in seen.calls] == [[ids_of("abcg"), ids_of("??dh"), ids_of("?efm")]]
+    assert cut([requests[1], requests[2]], [ids_of("k"), ids_of("ns")]) == [(1, None), (2, "criteria")]
+    assert cut([requests[1]], [ids_of("lm")]) == [(2, None)]  # no row has to wait for one that has ended
+    assert requests[0].finish_reason == "criteria" and requests[0].token_ids == ids_of("gkls")
+    assert [call.shape[1] - 3 for call in seen.calls] == [1, 2, 3, 4, 5, 6]
+    texts = ["abcgkls??", "??dhijklm", "?efmns???"]
+    assert seen.calls[-1].tolist() == [ids_of(text) for text in texts]
+
+
+def test_row_that_was_ahead_gives_back_what_is_behind_its_end():
+    requests = batch_of(["abc", "d"], ["", ""], [Seen("s")])
+    cut(requests, [ids_of("aasbb"), ids_of("c")])
+    assert requests[0].token_ids == ids_of("aasbb") and requests[0].finish_reason is None
+    cut([requests[1]], [ids_of("defg")])
+    assert (requests[0].token_ids, requests[0].finish_reason) == (ids_of("aas"), "criteria")
+    assert requests[1].finish_reason is None
+    assert requests[0].batch.token_ids[0].tolist()[:8] == ids_of("abcaas??")
 
 
 class ForRow(StoppingCriteria):
@@ -160,9 +192,11 @@ class ForRow(StoppingCriteria):
 @pytest.mark.parametrize("row", [0, 1, 2])
 def test_criterion_stops_the_row_that_it_names(row):
     requests = batch_of(["abc", "d", "ef"], ["g", "hij", ""], [ForRow(row, 8)])  # five generated tokens
-    found = cut(requests, [ids_of("klmnop")] * 3)
-    ends = {0: 4, 1: 2, 2: 5}
-    assert found == [(ends[index], "criteria") if index == row else (6, None) for index in range(3)]
+    cut(requests, [ids_of("klmnop")] * 3)
+    lengths = [7, 9, 6]
+    for index, made in enumerate(requests):
+        expected = (5, "criteria") if index == row else (lengths[index], None)
+        assert (len(made.token_ids), made.finish_reason) == expected
 
 
 def test_stop_strings_of_rows_of_different_lengths():

@@ -170,15 +170,15 @@ def test_layers_without_keys_of_all_tokens_are_refused(config, kind):
 
 
 def cached_tokens(decoder: Decoder) -> dict[tuple[int, int], tuple]:
-    """Per seat and layer of both caches: who sits there, and copies of its keys and values."""
+    """Per slot and layer of both caches: who sits there, and copies of its keys and values."""
     found = {}
     for which, cache in enumerate((decoder.rows.cache, decoder.rows.draft_cache)):
-        for seat, request in enumerate(decoder.rows.requests):
-            length = int(cache.lengths[seat])
+        for slot, request in enumerate(decoder.rows.requests):
+            length = int(cache.lengths[slot])
             for depth, layer in enumerate(cache.layers):
                 if request is not None and length:
-                    parts = [buffer[seat, :, :length].clone() for buffer in (layer.keys, layer.values)]
-                    found[which, seat, depth] = (request, *parts)
+                    parts = [buffer[slot, :, :length].clone() for buffer in (layer.keys, layer.values)]
+                    found[which, slot, depth] = (request, *parts)
     return found
 
 
@@ -213,10 +213,10 @@ def test_no_cached_key_or_value_moves_between_rounds(llama):
 def test_cache_holds_all_committed_tokens_but_the_last(llama):
     decoder = Decoder(llama, CausalLMDrafter(noisy_copy(llama), num_assistant_tokens=4), max_batch_size=3)
     for _ in decoder.run([Request(list(range(3, 4 + 2 * n)), max_new_tokens=20) for n in range(5)]):
-        for seat, request in enumerate(decoder.rows.requests):
+        for slot, request in enumerate(decoder.rows.requests):
             expected = 0 if request is None else request.num_committed - 1
-            assert decoder.rows.cache.lengths[seat] == expected
-            assert decoder.rows.draft_cache.lengths[seat] <= expected
+            assert decoder.rows.cache.lengths[slot] == expected
+            assert decoder.rows.draft_cache.lengths[slot] <= expected
     assert_partly_accepted(decoder.stats)
 
 

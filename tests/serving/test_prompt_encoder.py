@@ -42,7 +42,7 @@ def test_samples_are_jobs_with_seeds_of_their_own():
         (4, 1, 2**32 - 1),
         (4, 2, 0),
     ]
-    assert len({id(job.text) for job in jobs}) == len({id(job.request.rules.text_stop) for job in jobs}) == 3
+    assert len({id(job.text) for job in jobs}) == len({id(job.request.text) for job in jobs}) == 3
     assert [job.request.seed for job in encoder().jobs("hi", SamplingParams(n=2, max_new_tokens=9))] == [None, None]
     assert all(job.budget == 9 and not job.is_done for job in jobs)
 

@@ -80,8 +80,8 @@ def make_requests(num_copies=1):
     ]
 
 
-def run(model, drafter, requests, seats=3, **settings):
-    decoder = Decoder(model, drafter, max_batch_size=seats, **settings)
+def run(model, drafter, requests, slots=3, **settings):
+    decoder = Decoder(model, drafter, max_batch_size=slots, **settings)
     for _ in decoder.run(requests):
         pass
     return decoder.stats

@@ -141,8 +141,8 @@ def character_tokenizer(characters: str) -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token=characters[0])
 
 
-def take_seat(rows: Rows, request: Request) -> None:
-    """Gives a request the first free seat, without prefilling its prompt."""
+def take_slot(rows: Rows, request: Request) -> None:
+    """Gives a request the first free slot, without prefilling its prompt."""
     request.start(rows.device)
     rows.requests[rows.requests.index(None)] = request
 
