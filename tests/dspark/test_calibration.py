@@ -24,7 +24,7 @@ from hf_specgen.dspark.calibration import (
 )
 from hf_specgen.dspark.reliability_plot import plot_reliability
 from hf_specgen.engine import Verification
-from hf_specgen.engine.batch import Failure, Rows
+from hf_specgen.engine.batch import Rows
 from tests.support.models import EOS, assert_partly_accepted, make_model, noisy_copy
 
 SGLANG = {
@@ -249,10 +249,9 @@ def test_rounds_without_a_whole_block_are_not_recorded(llama):
 
 def test_rows_that_could_not_be_judged_are_not_recorded(llama):
     rows = make_rows(llama, 3)
-    rows.failures = {0: Failure(1, RuntimeError())}
     recorder = ConfidenceRecorder(FakeDrafter(torch.tensor([[1.0] * 3, [2.0] * 3, [3.0] * 3])))
-    # The second row has no possible token behind its 2 kept candidates.
-    recorder(rows, Candidates(torch.full((3, 3), 8), torch.tensor([3] * 3)), verified(3, [2, 2, 2], [4, 2, 3]))
+    # The first row could not be judged behind its first candidate, the second not behind its second.
+    recorder(rows, Candidates(torch.full((3, 3), 8), torch.tensor([3] * 3)), verified(3, [2, 2, 2], [1, 2, 3]))
     assert recorder.records().logits.tolist() == [[3.0] * 3]
 
 
