@@ -31,7 +31,7 @@ from .step_cases import attention_case, overhead_case, processors_case
 from .tables import print_environment, print_result
 
 Result = list[dict[str, Any]] | dict[str, Any]
-Case = Callable[[], Result | list[Measurement]]
+Case = Callable[[], Any]  # a `Result`, or the `Measurement`s of this process
 
 
 @dataclass

@@ -89,7 +89,7 @@ class GenerateArguments:
             raise ValueError("`--backend` 'dspark' needs `--draft_model`, a DSpark drafter.")
 
 
-def read_logit_bias(text: str | None) -> dict[str, float] | None:
+def read_logit_bias(text: str | None) -> dict[int | str, float] | None:
     """The biases by id that a JSON object holds."""
     if text is None:
         return None
