@@ -4,6 +4,7 @@ Configurations do not tell everything: whether layers follow positions and masks
 window that their configuration names.
 """
 
+import os
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -25,6 +26,8 @@ NUM_TAIL = 2  # tokens that are fed in a second pass
 _checked: dict[str, "WeakSet[PreTrainedModel]"] = {"target": WeakSet(), "draft model": WeakSet()}
 _spares_prompts: "WeakKeyDictionary[PreTrainedModel, bool]" = WeakKeyDictionary()
 _check_lock = threading.Lock()
+if hasattr(os, "register_at_fork"):  # another thread may hold it when a process is forked
+    os.register_at_fork(after_in_child=_check_lock._at_fork_reinit)  # type: ignore[attr-defined]
 
 
 def self_check(model: PreTrainedModel, role: str = "target") -> None:

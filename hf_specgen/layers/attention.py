@@ -5,6 +5,7 @@ and more than one position. Verification is exactly that case. The function here
 key/value head into query rows instead; every other call goes to transformers' own function.
 """
 
+import os
 import threading
 from collections import Counter
 from collections.abc import Iterator
@@ -81,6 +82,21 @@ AttentionMaskInterface.register(GROUPED_ATTENTION, sdpa_mask)
 
 _lock = threading.Lock()
 _users: Counter[int] = Counter()  # id of a config -> runs that use it now
+_used: dict[int, PreTrainedConfig] = {}
+
+
+def _renew() -> None:
+    """In a forked process: the runs of other threads are gone, with the lock that they may have held."""
+    global _lock
+    _lock = threading.Lock()
+    for config in _used.values():
+        config._attn_implementation_internal = "sdpa"
+    _used.clear()
+    _users.clear()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_renew)
 
 
 @contextmanager
@@ -93,6 +109,7 @@ def grouped_attention(*models: PreTrainedModel) -> Iterator[None]:
     with _lock:
         for config in configs:
             _users[id(config)] += 1
+            _used[id(config)] = config
             config._attn_implementation_internal = GROUPED_ATTENTION
     try:
         yield
@@ -100,8 +117,9 @@ def grouped_attention(*models: PreTrainedModel) -> Iterator[None]:
         with _lock:
             for config in configs:
                 _users[id(config)] -= 1
-                if _users[id(config)] == 0:
+                if _users[id(config)] <= 0:  # below in a process that was forked inside the block
                     del _users[id(config)]
+                    _used.pop(id(config), None)
                     config._attn_implementation_internal = "sdpa"
 
 

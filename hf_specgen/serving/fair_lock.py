@@ -28,32 +28,32 @@ class FairLock:
         """Waits for the lock and calls `action` with it."""
         assert not self.is_inside, "a thread would wait for itself"
         try:
-            self._threads.add(threading.get_ident())
-            self._turn.acquire()
-            self._lock.acquire()
-            self._turn.release()
-            return action()
-        finally:
             try:
-                self._leave()
+                self._threads.add(threading.get_ident())
+                self._turn.acquire()
+                self._lock.acquire()
+                self._turn.release()
+                return action()
             finally:
-                self._leave()  # again, where an interrupt ended the first
+                self._leave()
+        finally:  # again, where an interrupt ended the first one
+            self._leave()
 
     def try_run(self, action: Callable[[], object]) -> bool:
         """Calls `action` with the lock if it is free, and returns whether it was."""
         if self.is_inside:
             return False
+        is_free = False
         try:
-            self._threads.add(threading.get_ident())
-            if not self._lock.acquire(blocking=False):
-                return False
-            action()
-            return True
-        finally:
             try:
-                self._leave()
+                self._threads.add(threading.get_ident())
+                if is_free := self._lock.acquire(blocking=False):
+                    action()
             finally:
                 self._leave()
+        finally:
+            self._leave()
+        return is_free
 
     def _leave(self) -> None:
         for lock in (self._turn, self._lock):
