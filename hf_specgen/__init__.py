@@ -17,7 +17,7 @@ if TYPE_CHECKING:
         TokenPenalties,
         UndecodableMask,
     )
-    from .serving import Completion, SamplingParams, from_openai, get_generation_backend
+    from .serving import Completion, RequestError, SamplingParams, from_openai, get_generation_backend
 
 __version__ = "0.1.0"
 
@@ -39,6 +39,7 @@ __all__ = [
     "PromptLookupDrafter",
     "RepetitionPenalty",
     "Request",
+    "RequestError",
     "SamplingParams",
     "StepCosts",
     "ThroughputScheduler",

@@ -11,8 +11,14 @@ from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_specgen import Completion, DecodingStats, Drafter, SamplingParams, get_generation_backend
-from hf_specgen.engine import MAX_SEED
-from hf_specgen.serving import GenerationBackend, Prompt, PromptEncoder, check_backend_settings
+from hf_specgen.serving import (
+    DEFAULT_BUDGET,
+    GenerationBackend,
+    Prompt,
+    PromptEncoder,
+    check_backend_settings,
+    mixed_seed,
+)
 
 from .distribution import on_all_ranks, split_by_length
 from .sharding import SynchronisedRounds, generating_model
@@ -124,15 +130,15 @@ class EvalGeneration:
         if not self._num_tokens:
             encoder = PromptEncoder(target, tokenizer)
             self._num_tokens = [len(encoder.encode(prompt)[1]) for prompt in self.prompts]
-        lengths = [count + self.params.n * self.params.max_new_tokens for count in self._num_tokens]
+        budget = self.params.n * (self.params.max_new_tokens or DEFAULT_BUDGET)
+        lengths = [count + budget for count in self._num_tokens]
         return split_by_length(lengths, state.num_processes)[state.process_index]
 
     def _params_of(self, index: int) -> SamplingParams:
-        """With a seed of its own for each prompt; a request adds the number of the sample."""
+        """With a seed of its own for each prompt."""
         if self.params.is_greedy:
             return self.params
-        seed = (self.params.seed or 0) + index * self.params.n
-        return replace(self.params, seed=seed % (MAX_SEED + 1))
+        return replace(self.params, seed=mixed_seed(self.params.seed or 0, index))
 
 
 def _models_in(draft: Any) -> list[nn.Module]:

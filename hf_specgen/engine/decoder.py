@@ -20,7 +20,7 @@ from ..layers.attention import grouped_attention
 from .batch import Rows, forward, forward_last, padded
 from .criteria import apply_criteria
 from .drafter import MAX_CANDIDATES, Draft, Drafter, draft_block
-from .model_facts import check_ids, check_positions
+from .model_facts import check_ids, check_positions, longest_row
 from .noise import verification_noise
 from .recorder import RoundRecorder
 from .request import Request
@@ -133,6 +133,11 @@ class Decoder:
         for request in requests:
             request.number = next(self._numbers)
         self._scheduler.add(sorted(requests, key=lambda r: -r.max_new_tokens) if longest_first else requests)
+
+    def longest_row(self, prompt_length: int) -> int | None:
+        """The most tokens to which a prompt of this length can come with its text, None where nothing bounds them."""
+        limits = [self._scheduler.longest_row, *(longest_row(used, prompt_length) for used in self._models)]
+        return min((limit for limit in limits if limit is not None), default=None)
 
     def abort(self, request: Request) -> None:
         """Ends a request now, with finish reason `"aborted"`, and frees its slot. Does nothing if it has ended."""

@@ -147,6 +147,13 @@ class Scheduler:
                 f"{most}."
             )
 
+    @property
+    def longest_row(self) -> int | None:
+        """The most tokens to which a prompt can come with its text, None where nothing bounds them."""
+        capacity, most = self.limits.capacity, self.limits.max_tokens_in_cache
+        limits = [capacity, None if most is None else most - CANDIDATE_COLUMNS]
+        return min((limit for limit in limits if limit is not None), default=None)
+
     def admit(self) -> None:
         """Gives free slots to requests that wait, in their order, as long as the cache has room for them."""
         if not self.active and self.limits.max_tokens_in_cache is not None:

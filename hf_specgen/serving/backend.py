@@ -7,7 +7,7 @@ backend, and when nobody reads, nothing is computed.
 import os
 import threading
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from tqdm import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -17,13 +17,11 @@ from ..engine.decoder import Decoder
 from ..engine.stats import DecodingStats
 from .completion import Completion
 from .job import Call, Job
-from .prompt_encoder import Prompt, PromptEncoder
-from .sampling_params import SamplingParams
+from .prompt_encoder import Params, Prompt, PromptEncoder
+from .sampling_params import DEFAULT_PARAMS, SamplingParams
 from .shared_decoder import SharedDecoder
 from .streams import BatchStream, TextStream
 
-DEFAULT_PARAMS = SamplingParams()
-Params = SamplingParams | Sequence[SamplingParams]
 RequestIds = str | Sequence[str]
 
 
@@ -43,14 +41,15 @@ class GenerationBackend:
     afterwards. A backend can be pickled, copied and forked: it is then built anew, without its requests.
 
     Args:
-        make_decoder (`Callable[[], Decoder]`), make_encoder (`Callable[[], PromptEncoder]`):
-            Make the two parts for one model; they can be pickled where the backend is to be.
+        make_decoder (`Callable[[], Decoder]`), make_encoder (`Callable[..., PromptEncoder]`):
+            Make the two parts for one model, the encoder with `longest_row=`; they can be pickled where the backend is
+            to be.
     """
 
-    def __init__(self, make_decoder: Callable[[], Decoder], make_encoder: Callable[[], PromptEncoder]):
+    def __init__(self, make_decoder: Callable[[], Decoder], make_encoder: Callable[..., PromptEncoder]):
         self._makers = (make_decoder, make_encoder)
-        self._encoder = make_encoder()
         self._shared = SharedDecoder(make_decoder)
+        self._encoder = make_encoder(longest_row=lambda length: self._shared.decoder.longest_row(length))
 
     def __reduce__(self) -> tuple[type, tuple]:
         return GenerationBackend, self._makers
@@ -102,7 +101,7 @@ class GenerationBackend:
 
     def stream_batch(
         self,
-        prompts: Sequence[Prompt],
+        prompts: Iterable[Prompt],
         params: Params = DEFAULT_PARAMS,
         request_ids: RequestIds | None = None,
         timeout: float | None = None,
@@ -111,18 +110,18 @@ class GenerationBackend:
         Yields pieces of many texts as they grow, as `(number of the completion, piece)`.
 
         Args:
-            prompts (`Sequence`):
+            prompts (`Iterable`):
                 Prompts as in `stream`.
-            params ([`SamplingParams`] or a sequence of them, *optional*):
+            params ([`SamplingParams`] or an iterable of them, *optional*):
                 For all prompts, or one for each.
             request_ids (`str` or `Sequence[str]`, *optional*), timeout (`float`, *optional*):
                 As in `generate`.
         """
-        return self._submitted(_named(self._encode_all(prompts, params), request_ids), timeout)
+        return self._submitted(_named(self._encoder.all_jobs(prompts, params), request_ids), timeout)
 
     def generate(
         self,
-        prompts: Sequence[Prompt],
+        prompts: Iterable[Prompt],
         params: Params = DEFAULT_PARAMS,
         has_unfinished_peers: Callable[[bool], bool] | None = None,
         request_ids: RequestIds | None = None,
@@ -133,9 +132,9 @@ class GenerationBackend:
         Completes many prompts, with a progress bar on a terminal. If its thread is interrupted, its requests end.
 
         Args:
-            prompts (`Sequence`):
+            prompts (`Iterable`):
                 Prompts as in `stream`.
-            params ([`SamplingParams`] or a sequence of them, *optional*):
+            params ([`SamplingParams`] or an iterable of them, *optional*):
                 For all prompts, or one for each.
             has_unfinished_peers (`Callable[[bool], bool]`, *optional*):
                 For a model that is sharded over ranks, whose passes happen on all of them: see [`Decoder.run`].
@@ -151,7 +150,7 @@ class GenerationBackend:
             finish reason `"error"` and its `error`; the others are not concerned. An exception of the model fails the
             requests whose tokens were in that pass. One warning per call tells how many failed, and the first reason.
         """
-        call = _named(self._encode_all(prompts, params), request_ids)
+        call = _named(self._encoder.all_jobs(prompts, params), request_ids)
         try:
             self._submit(call, timeout, longest_first=True)  # so that few slots are empty last
             with _Progress(total=len(call.jobs), desc="prompts", disable=None if len(call.jobs) > 1 else True) as bar:
@@ -186,15 +185,6 @@ class GenerationBackend:
             self._shared.submit(call)
             self._shared.release(call.jobs)
         return job.error
-
-    def _encode_all(self, prompts: Sequence[Prompt], params: Params) -> list[list[Job]]:
-        """The jobs of each prompt."""
-        if isinstance(prompts, (str, Mapping)) or not isinstance(prompts, Sequence):
-            raise TypeError(f"`prompts` has to be a list of prompts, but is {prompts!r}.")
-        each = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
-        if len(each) != len(prompts):
-            raise ValueError(f"`params` has to hold one entry per prompt, {len(prompts)}, but holds {len(each)}.")
-        return [self._encoder.jobs(prompt, own, index) for index, (prompt, own) in enumerate(zip(prompts, each))]
 
     def _submit(self, call: Call, timeout: float | None, longest_first: bool = False) -> None:
         deadline = None

@@ -15,7 +15,7 @@ class Completion:
         prompt (`str`):
             The prompt as the model saw it.
         text (`str`):
-            What was generated, without the prompt, special tokens, and the stop string that ended it.
+            What was generated, without the prompt, special tokens, and what ended it: a stop string or an id.
         token_ids (`tuple[int, ...]`):
             What was generated, with all of these.
         finish_reason (`str`):
@@ -28,6 +28,10 @@ class Completion:
             The counts of this completion.
         error (`Exception`, *optional*):
             What went wrong, with finish reason `"error"`.
+        stop_reason (`str` or `int`, *optional*):
+            Which stop string, or which id, ended the text.
+        num_prompt_tokens (`int`):
+            Tokens of the prompt as it was decoded, 0 where it was refused.
     """
 
     prompt: str
@@ -39,3 +43,10 @@ class Completion:
     logprobs: tuple[TokenLogprobs, ...] | None = None
     stats: DecodingStats = field(default_factory=DecodingStats)
     error: Exception | None = None
+    stop_reason: str | int | None = None
+    num_prompt_tokens: int = 0
+
+    @property
+    def num_generated_tokens(self) -> int:
+        """Tokens that were generated, with those that are no part of the text."""
+        return len(self.token_ids)

@@ -1,13 +1,16 @@
 """From ids to text, one token at a time: no half characters, no stop strings.
 
-The only place that knows stop strings as text. Knows a tokenizer, but no model, request or loop.
+Knows a tokenizer, but no model, request or loop.
 """
 
 from collections import deque
-from collections.abc import Sequence
-from functools import lru_cache
+from collections.abc import Collection, Sequence
+from functools import cached_property
 
 from transformers import PreTrainedTokenizerBase
+
+from ..arguments import shown
+from .stop_finder import StopFinder, stop_finder
 
 REPLACEMENT = "\ufffd"  # what bytes that are no character decode to
 NUM_CONTEXT = 8  # ids of the prompt, or of broken text, that new ids are decoded with
@@ -21,8 +24,10 @@ class TextAssembler:
     Turns the ids of one row into text, token by token. A piece of text is given away once it is final: it holds no
     character of which bytes may be missing, and neither a stop string nor what may become one. The pieces joined are
     `tokenizer.decode` of all ids, up to the stop string that begins first. (One exception: where a vocabulary falls
-    back to bytes, `decode` spoils a whole run of them for one that fits nowhere; here the characters before it stand.)
+    back to bytes, `decode` spoils a whole run of them for one that fits nowhere; here the characters before it stay.)
     Each token costs the same, however long the text is.
+
+    It is fed by `add` and `finish`, or follows a row that is decoded in blocks by `first_stop` and `pop_text`.
 
     Args:
         tokenizer (`PreTrainedTokenizerBase`):
@@ -33,6 +38,10 @@ class TextAssembler:
             What the row goes on from. Tokenizers that drop a space at the start of a text keep it behind a prompt.
         skip_special_tokens (`bool`, *optional*, defaults to `True`):
             Whether special tokens are left out of the text.
+        end_ids (`Collection[int]`, *optional*, defaults to `()`):
+            Ids that end the row. Like a stop string they are no part of the text, even if they are ordinary tokens.
+        min_tokens (`int`, *optional*, defaults to 0):
+            A stop string counts only if it is complete after so many tokens, wherever it begins.
 
     Attributes:
         num_tokens (`int`): ids taken in so far.
@@ -52,14 +61,23 @@ class TextAssembler:
         stop: Sequence[str] = (),
         prompt_ids: Sequence[int] = (),
         skip_special_tokens: bool = True,
+        end_ids: Collection[int] = (),
+        min_tokens: int = 0,
     ):
         if isinstance(stop, str) or not isinstance(stop, Sequence) or not all(isinstance(s, str) for s in stop):
-            raise TypeError(f'`stop` has to be a sequence of texts, such as ["###"], but is {stop!r}.')
+            raise TypeError(f'`stop` has to be a sequence of texts, such as ["###"], but is {shown(stop)}.')
         if "" in stop:
-            raise ValueError(f"`stop` has to hold no empty text, which would end every row at once, but is {stop!r}.")
-        self._finder = _stop_finder(tuple(stop))
+            raise ValueError(f"`stop` has to hold no empty text, which would end every row at once: {shown(stop)}.")
+        self._stop = tuple(stop)
         self._decoder = _IncrementalDecoder(tokenizer, prompt_ids, skip_special_tokens)
+        self._end_ids = end_ids
+        self._min_tokens = min_tokens
         self.restart()
+
+    @cached_property
+    def _finder(self) -> StopFinder:
+        """Made when there is text: rows that wait need none."""
+        return stop_finder(self._stop)
 
     def restart(self) -> None:
         """Forgets all tokens and their text."""
@@ -68,6 +86,7 @@ class TextAssembler:
         self.num_text_tokens = 0
         self.stop_string: str | None = None
         self._pieces: list[str] = []
+        self._num_popped = 0  # pieces
         self._state = 0  # of the finder
         self._held = ""  # decoded, but perhaps the beginning of a stop string
         self._num_decoded = 0  # characters
@@ -78,8 +97,7 @@ class TextAssembler:
     @property
     def text(self) -> str:
         """All final text so far."""
-        self._pieces = ["".join(self._pieces)]
-        return self._pieces[0]
+        return "".join(self._pieces)
 
     @property
     def is_stopped(self) -> bool:
@@ -89,7 +107,12 @@ class TextAssembler:
     def add(self, token_id: int) -> str:
         """Takes in the next token and returns the text that became final with it. After a stop string it is empty."""
         self.num_tokens += 1
-        return "" if self.is_stopped else self._accept(self._decoder.add(token_id), self.num_tokens)
+        if self.is_stopped:
+            return ""
+        if token_id in self._end_ids:
+            self._decoder.num_left_out += 1
+            return ""
+        return self._accept(self._decoder.add(token_id), self.num_tokens)
 
     def finish(self) -> str:
         """Ends the row and returns what was held back."""
@@ -102,13 +125,58 @@ class TextAssembler:
         self._state = 0
         return final + self._give(len(self._held))
 
+    def first_stop(self, token_ids_so_far: list[int], new_token_ids: list[int]) -> int | None:
+        """
+        How many of the new tokens it takes to complete a stop string.
+
+        Args:
+            token_ids_so_far (`list[int]`): All that the row has generated and committed.
+            new_token_ids (`list[int]`): What may be committed next, or rolled back, as a whole or from some token on.
+
+        Returns:
+            The number of new tokens, at least 1, or None if no stop string is complete.
+        """
+        self._follow(token_ids_so_far)
+        for count, token_id in enumerate(new_token_ids, start=1):
+            self.add(token_id)
+            if self.is_stopped:
+                return count
+        return None
+
+    def pop_text(self, token_ids: list[int], is_finished: bool = False) -> str:
+        """
+        The text that became final since the last call.
+
+        Args:
+            token_ids (`list[int]`): All that the row has generated and committed.
+            is_finished (`bool`, *optional*, defaults to `False`): Whether the row has ended.
+        """
+        self._follow(token_ids)
+        if is_finished:
+            self.finish()
+        piece = "".join(self._pieces[self._num_popped :])
+        self._num_popped = len(self._pieces)
+        return piece
+
+    def _follow(self, token_ids: list[int]) -> None:
+        """Starts again from `token_ids` if more or fewer were taken in: some were rolled back."""
+        if self.num_tokens == len(token_ids):
+            return
+        popped = "".join(self._pieces[: self._num_popped])
+        self.restart()
+        for token_id in token_ids:
+            self.add(token_id)
+        if popped:
+            self._pieces = [popped, self.text[len(popped) :]]
+            self._num_popped = 1
+
     def _accept(self, piece: str, token: int) -> str:
         """Takes in decoded text that came with the `token`th token, and returns what is final now."""
         earliest = self._num_decoded + len(piece)
         for end, character in enumerate(piece, start=self._num_decoded + 1):
             self._state = self._finder.step(self._state, character)
             found = self._finder.stops[self._state]
-            if found is not None and end - len(found) < earliest:
+            if found is not None and token > self._min_tokens and end - len(found) < earliest:
                 earliest, self.stop_string = end - len(found), found
         self._held += piece
         if piece:
@@ -128,64 +196,6 @@ class TextAssembler:
                 self._lengths.popleft()
             self.num_text_tokens = self._lengths[0][0]
         return final
-
-
-class TextStop:
-    """
-    Tells a loop at which of a row's new tokens a stop string is complete, and gives away the row's text as it grows.
-
-    Args:
-        assembler ([`TextAssembler`]):
-            The row's own. From here on it is fed by this object alone.
-    """
-
-    def __init__(self, assembler: TextAssembler):
-        self.assembler = assembler
-        self._pieces: list[str] = []  # final, but not given away
-        self._num_popped = 0  # characters
-
-    def first_stop(self, token_ids_so_far: list[int], new_token_ids: list[int]) -> int | None:
-        """
-        How many of the new tokens it takes to complete a stop string.
-
-        Args:
-            token_ids_so_far (`list[int]`): All that the row has generated and committed.
-            new_token_ids (`list[int]`): What may be committed next, or rolled back, as a whole or from some token on.
-
-        Returns:
-            The number of new tokens, at least 1, or None if no stop string is complete.
-        """
-        self._follow(token_ids_so_far)
-        for count, token_id in enumerate(new_token_ids, start=1):
-            self._pieces.append(self.assembler.add(token_id))
-            if self.assembler.is_stopped:
-                return count
-        return None
-
-    def pop_text(self, token_ids: list[int], is_finished: bool = False) -> str:
-        """
-        The text that became final since the last call.
-
-        Args:
-            token_ids (`list[int]`): All that the row has generated and committed.
-            is_finished (`bool`, *optional*, defaults to `False`): Whether the row has ended.
-        """
-        self._follow(token_ids)
-        if is_finished:
-            self._pieces.append(self.assembler.finish())
-        text = "".join(self._pieces)
-        self._pieces = []
-        self._num_popped += len(text)
-        return text
-
-    def _follow(self, token_ids: list[int]) -> None:
-        """Starts again from `token_ids` if the assembler holds more or fewer: some were rolled back."""
-        if self.assembler.num_tokens == len(token_ids):
-            return
-        self.assembler.restart()
-        for token_id in token_ids:
-            self.assembler.add(token_id)
-        self._pieces = [self.assembler.text[self._num_popped :]]
 
 
 class _IncrementalDecoder:
@@ -229,7 +239,7 @@ class _IncrementalDecoder:
         self._text = text
         num_pending = len(self._window) - self._num_read
         if not text.startswith(self._known):
-            # A first byte spoils a whole run of bytes until its character is whole. What was given away stands.
+            # A first byte spoils a whole run of bytes until its character is whole. Emitted text is kept.
             self._window = self._window[self._num_read :]
             self._num_read = 0
             self._text = self._decode(self._window)
@@ -268,51 +278,3 @@ class _IncrementalDecoder:
         """Replacement characters at the end that later ids may complete."""
         num_trailing = len(self._text) - len(self._text.rstrip(REPLACEMENT))
         return min(num_trailing, self._max_open)
-
-
-class _StopFinder:
-    """
-    Finds stop strings in text that arrives character by character, all at once and in constant time per character
-    (Aho and Corasick 1975, "Efficient string matching"). A state stands for the longest end of the text that begins a
-    stop string.
-
-    Attributes:
-        depths (`list[int]`): per state the length of that end.
-        stops (`list[str | None]`): per state the longest stop string that the text ends in.
-    """
-
-    def __init__(self, stops: tuple[str, ...]):
-        self.depths = [0]
-        self.stops: list[str | None] = [None]
-        self._following: list[dict[str, int]] = [{}]
-        for stop in stops:
-            state = 0
-            for depth, character in enumerate(stop, start=1):
-                if character not in self._following[state]:
-                    self._following[state][character] = len(self.depths)
-                    self._following.append({})
-                    self.depths.append(depth)
-                    self.stops.append(None)
-                state = self._following[state][character]
-            self.stops[state] = stop
-        self._shorter = [0] * len(self.depths)  # per state the next shorter end that begins a stop string
-        queue = deque(self._following[0].values())
-        while queue:
-            state = queue.popleft()
-            for character, longer in self._following[state].items():
-                self._shorter[longer] = self.step(self._shorter[state], character)
-                if self.stops[longer] is None:
-                    self.stops[longer] = self.stops[self._shorter[longer]]
-                queue.append(longer)
-
-    def step(self, state: int, character: str) -> int:
-        """The state after one more character."""
-        while state and character not in self._following[state]:
-            state = self._shorter[state]
-        return self._following[state].get(character, 0)
-
-
-@lru_cache(maxsize=16)
-def _stop_finder(stops: tuple[str, ...]) -> _StopFinder:
-    """One finder for all rows with these stop strings: it remembers nothing of a text."""
-    return _StopFinder(stops)

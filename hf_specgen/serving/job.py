@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from ..engine.logprobs import TokenLogprobs
 from ..engine.request import Request
 from .completion import Completion
-from .detokenizer import TextAssembler, TextStop
+from .detokenizer import TextAssembler
 
 
 @dataclass(eq=False)
@@ -46,11 +46,9 @@ class Job:
         """The text that has become final since the last call; at the end of the job what was held back."""
         if self.request is None or self.text is None:
             return ""
-        stop = self.request.text
-        assert isinstance(stop, TextStop), "every job follows its text"
         is_last = self.is_done and not self._is_flushed
         self._is_flushed = self.is_done
-        return stop.pop_text(self.request.token_ids, is_last)
+        return self.text.pop_text(self.request.token_ids, is_last)
 
     def take_logprobs(self) -> tuple[TokenLogprobs, ...]:
         """Those of the tokens generated since the last call, if asked for."""
@@ -76,7 +74,16 @@ class Job:
             logprobs=tuple(request.logprobs) if self.wants_logprobs else None,
             stats=request.stats,
             error=error,
+            stop_reason=self._stop_reason(),
+            num_prompt_tokens=len(request.prompt_ids),
         )
+
+    def _stop_reason(self) -> str | int | None:
+        """Which stop string or id ended the text."""
+        assert self.request is not None and self.text is not None, "asked only of jobs that were accepted"
+        reasons = {"stop": self.text.stop_string, "eos": self.request.token_ids[-1:]}
+        found = reasons.get(self.request.finish_reason or "")
+        return found[0] if isinstance(found, list) else found
 
 
 @dataclass(frozen=True)

@@ -3,13 +3,17 @@
 Knows the words of a body and nothing of prompts, models or answers.
 """
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
-from ..engine.noise import MAX_SEED
+from ..arguments import check_count, shown
+from .request_error import UNSUPPORTED_PARAMETER, RequestError, RequestTypeError, refused
 from .sampling_params import SamplingParams
 
 MAX_STOPS = 4
+MAX_CHOICES = 128
+MAX_TOP_LOGPROBS = 20
 # Body -> SamplingParams. The last ones are vLLM's.
 FIELDS = {
     "max_tokens": "max_new_tokens",
@@ -22,14 +26,18 @@ FIELDS = {
     "presence_penalty": "presence_penalty",
     "frequency_penalty": "frequency_penalty",
     "logit_bias": "logit_bias",
+    "tools": "tools",
     "top_k": "top_k",
     "min_p": "min_p",
     "repetition_penalty": "repetition_penalty",
     "min_tokens": "min_new_tokens",
     "ignore_eos": "ignore_eos",
     "stop_token_ids": "stop_token_ids",
+    "documents": "documents",
+    "chat_template_kwargs": "chat_template_kwargs",
+    "continue_final_message": "continue_final_message",
 }
-LOGPROBS_FIELDS = {"logprobs", "top_logprobs"}
+READ_FIELDS = {"logprobs", "top_logprobs", "best_of", "tool_choice", "add_generation_prompt"}
 # For whoever answers the request.
 ANSWERING_FIELDS = {
     "model",
@@ -45,21 +53,23 @@ ANSWERING_FIELDS = {
     "request_id",
     "priority",
 }
-# What is not served, with the values that ask for nothing.
+# What is not served, with the values that ask for nothing. Empty lists ask for nothing anywhere.
 NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
     "echo": (False,),
-    "function_call": ("none",),
-    "functions": ([],),
+    "function_call": ("none", "auto"),
     "modalities": (["text"],),
     "parallel_tool_calls": (True, False),
     "response_format": ({"type": "text"},),
     "store": (False,),
     "suffix": ("",),
-    "tool_choice": ("none", "auto"),
-    "tools": ([],),
     # vLLM
+    "add_special_tokens": (False,),
+    "detokenize": (True,),
+    "include_reasoning": (True, False),
     "include_stop_str_in_output": (False,),
     "length_penalty": (1.0,),
+    "return_token_ids": (False,),
+    "return_tokens_as_token_ids": (False,),
     "skip_special_tokens": (True,),
     "spaces_between_special_tokens": (True, False),
     "use_beam_search": (False,),
@@ -68,65 +78,114 @@ NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
 
 def from_openai(body: Mapping[str, Any]) -> SamplingParams:
     """
-    What the body of a request to `chat/completions` or `completions` asks of sampling. None stands for the default.
-    As in vLLM, frequency and presence penalties count what was generated, and the repetition penalty the prompt too.
+    What the body of a request to `chat/completions` or `completions` asks of sampling and of the chat template. None
+    stands for the default. As in vLLM, frequency and presence penalties count what was generated, and the repetition
+    penalty the prompt too.
 
     Args:
         body (`Mapping[str, Any]`):
-            The parsed JSON. Ids in `logit_bias` may be strings; whole numbers are as good as fractions, and seeds may
-            have 64 bits, of which 32 count. What is for whoever answers, such as `model`, `messages`, `stream` and
-            `user`, is not looked at.
+            The parsed JSON. Ids in `logit_bias` may be strings, and whole numbers are as good as fractions. What is
+            for whoever answers, such as `model`, `messages`, `stream` and `user`, is not looked at.
 
     Raises:
-        `ValueError` or `TypeError`: naming the fields that are not served, or the value that breaks a rule.
+        [`RequestError`], a `ValueError`, and a `TypeError` for wrong types: naming the fields that are not served, or
+            the value that breaks a rule, with the code of OpenAI's API and the field as `param`.
     """
     if not isinstance(body, Mapping):
-        raise TypeError(f"`body` has to be a mapping, but is {body!r}.")
-    given = {name: value for name, value in body.items() if value is not None and name not in ANSWERING_FIELDS}
-    if given.get("best_of") == given.get("n", 1):  # all of them are answered
-        given.pop("best_of", None)
-    unserved = [f"{name}={value!r}" for name, value in given.items() if not _is_served(name, value)]
-    if unserved:
-        raise ValueError(f"`body` has to do without what is not served here, but asks for {', '.join(unserved)}.")
-    if given.get("max_tokens", given.get("max_completion_tokens")) != given.get(
-        "max_completion_tokens", given.get("max_tokens")
-    ):
-        raise ValueError(
-            f"`max_tokens` and `max_completion_tokens` have to agree, "
-            f"but are {given['max_tokens']!r} and {given['max_completion_tokens']!r}."
+        raise RequestTypeError(f"`body` has to be a mapping, but is {shown(body)}.")
+    given = {
+        name: value
+        for name, value in body.items()
+        if value is not None and name not in ANSWERING_FIELDS and (value != [] or name in FIELDS)
+    }
+    _check_numbers(given)
+    if unserved := [name for name, value in given.items() if not _is_served(name, value, given)]:
+        asked = ", ".join(f"{name}={shown(given[name])}" for name in unserved[:8])
+        raise RequestError(
+            f"`body` has to do without what is not served here, but asks for {asked}.",
+            UNSUPPORTED_PARAMETER,
+            unserved[0],
         )
-    if isinstance(given.get("stop"), list) and len(given["stop"]) > MAX_STOPS:
-        raise ValueError(f"`stop` has to hold at most {MAX_STOPS} texts, but holds {len(given['stop'])}.")
+    _check_agreement(given)
     settings = {FIELDS[name]: value for name, value in given.items() if name in FIELDS}
     settings["logprobs"] = _num_logprobs(given)
+    if given.get("tool_choice") == "none":  # the model is not to know of them
+        settings.pop("tools", None)
     if settings.get("top_k") == -1:  # vLLM's word for all tokens
         settings["top_k"] = 0
-    if type(settings.get("seed")) is int and settings["seed"] > MAX_SEED:
-        settings["seed"] %= MAX_SEED + 1
     try:
         return SamplingParams(**settings)
-    except (TypeError, ValueError) as error:
-        raise type(error)(_in_words_of_body(str(error), given)) from error
+    except RequestError as error:
+        names = {FIELDS[name]: name for name in given if name in FIELDS}
+        message = str(error)
+        for own, name in names.items():
+            message = message.replace(f"`{own}`", f"`{name}`")
+        raise refused(error, names.get(error.param or "", error.param), message) from error
 
 
-def _is_served(name: str, value: Any) -> bool:
-    return name in FIELDS or name in LOGPROBS_FIELDS or value in NEUTRAL_VALUES.get(name, ())
+def _is_served(name: str, value: Any, given: Mapping[str, Any]) -> bool:
+    if name == "best_of":
+        return value == given.get("n", 1)  # all of them are answered
+    if name == "tool_choice":
+        return value in ("none", "auto")
+    if name == "add_generation_prompt":
+        return value is (not given.get("continue_final_message", False))
+    return name in FIELDS or name in READ_FIELDS or _is_neutral(value, NEUTRAL_VALUES.get(name, ()))
 
 
-def _in_words_of_body(message: str, given: Mapping[str, Any]) -> str:
-    for name in given:
-        if name in FIELDS:
-            message = message.replace(f"`{FIELDS[name]}`", f"`{name}`")
-    return message
+def _is_neutral(value: Any, neutral: tuple[Any, ...]) -> bool:
+    return any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in neutral)
+
+
+def _check_agreement(given: Mapping[str, Any]) -> None:
+    """Refuses fields that contradict each other, and more stops than the API allows."""
+    budgets = [given[name] for name in ("max_tokens", "max_completion_tokens") if name in given]
+    if len(budgets) == 2 and budgets[0] != budgets[1]:
+        raise RequestError(
+            f"`max_tokens` and `max_completion_tokens` have to agree, but are {shown(budgets[0])} and "
+            f"{shown(budgets[1])}.",
+            param="max_tokens",
+        )
+    if isinstance(given.get("n"), int) and given["n"] > MAX_CHOICES:
+        raise RequestError(f"`n` has to be at most {MAX_CHOICES}, but is {shown(given['n'])}.", param="n")
+    if isinstance(given.get("stop"), list) and len(given["stop"]) > MAX_STOPS:
+        raise RequestError(
+            f"`stop` has to hold at most {MAX_STOPS} texts, but holds {len(given['stop'])}.", param="stop"
+        )
+
+
+def _check_numbers(given: Mapping[str, Any]) -> None:
+    """Refuses NaN and infinite numbers, which Python reads although JSON has none."""
+    for name, value in given.items():
+        waiting = [value]
+        while waiting:
+            value = waiting.pop()
+            if isinstance(value, float) and not math.isfinite(value):
+                raise RequestError(f"`{name}` has to consist of finite numbers, but holds {value}.", param=str(name))
+            if isinstance(value, Mapping):
+                waiting.extend(value.values())
+            elif isinstance(value, (list, tuple)):
+                waiting.extend(value)
 
 
 def _num_logprobs(given: Mapping[str, Any]) -> int | None:
     """Chat bodies say whether and how many, plain ones how many."""
-    logprobs = given.get("logprobs", False)
-    if "top_logprobs" in given:
-        if logprobs is not True:
-            raise ValueError(f"`logprobs` has to be true where `top_logprobs` is given, but is {logprobs!r}.")
-        return given["top_logprobs"]
+    logprobs, top = given.get("logprobs", False), given.get("top_logprobs", 0)
     if isinstance(logprobs, bool):
-        return 0 if logprobs else None
-    return logprobs
+        name, count = "top_logprobs", top if logprobs else None
+        if not logprobs and (isinstance(top, bool) or top != 0):
+            raise RequestError(
+                f"`logprobs` has to be true where `top_logprobs` is {shown(top)}, but is {logprobs}.", param="logprobs"
+            )
+    elif top != 0:
+        raise RequestTypeError(
+            f"`logprobs` has to be true where `top_logprobs` is given, but is {shown(logprobs)}.", param="logprobs"
+        )
+    else:
+        name, count = "logprobs", logprobs
+    if count is None:
+        return None
+    try:
+        return check_count(name, count, minimum=0, maximum=MAX_TOP_LOGPROBS)
+    except (TypeError, ValueError) as error:
+        raise refused(error, name) from None

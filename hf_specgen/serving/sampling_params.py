@@ -4,13 +4,12 @@ Knows transformers' processors and this package's, but no model, tokenizer or lo
 """
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from numbers import Integral
+from dataclasses import dataclass, field
+from hashlib import blake2b
 from typing import Any
 
 import torch
 from transformers import (
-    GenerationConfig,
     LogitsProcessor,
     LogitsProcessorList,
     MinNewTokensLengthLogitsProcessor,
@@ -20,44 +19,13 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from ..arguments import checked_number
-from ..engine.noise import MAX_SEED
 from ..logits_process.bias_and_masks import LogitBias
 from ..logits_process.token_penalties import TokenPenalties
+from .parameter_checks import CHECKS
+from .request_error import RequestError, refused
 
-MIN_TEMPERATURE = 1e-5  # scores divided by much less leave the range of fp32
-TRANSFORMERS_TOP_K = 50  # what `generate` takes where a GenerationConfig that samples names none
-
-READ_SETTINGS = frozenset(
-    "do_sample eos_token_id max_length max_new_tokens min_new_tokens min_p num_return_sequences repetition_penalty "
-    "stop_strings temperature top_k top_p".split()
-)
-# They change no text: how to compute, what to return, how to draft, and what only beams or encoders read.
-SILENT_SETTINGS = frozenset(
-    "_from_model_config assistant_confidence_threshold assistant_early_exit assistant_lookbehind bos_token_id "
-    "cache_config cache_implementation compile_config continuous_batching_config decoder_start_token_id "
-    "disable_compile early_stopping is_assistant length_penalty max_cache_len max_matching_ngram_size "
-    "num_assistant_tokens num_assistant_tokens_schedule output_attentions output_hidden_states output_logits "
-    "output_scores pad_token_id prefill_chunk_size prompt_lookup_num_tokens renormalize_logits "
-    "return_dict_in_generate speculation_type target_lookbehind transformers_version use_cache use_mtp".split()
-)
-# Settings that are not served, with the value at which they do nothing.
-NEUTRAL_SETTINGS = {
-    "diversity_penalty": 0.0,
-    "encoder_no_repeat_ngram_size": 0,
-    "encoder_repetition_penalty": 1.0,
-    "epsilon_cutoff": 0.0,
-    "eta_cutoff": 0.0,
-    "guidance_scale": 1.0,
-    "low_memory": False,
-    "min_length": 0,
-    "no_repeat_ngram_size": 0,
-    "num_beam_groups": 1,
-    "num_beams": 1,
-    "remove_invalid_values": False,
-    "token_healing": False,
-    "typical_p": 1.0,
-}
+DEFAULT_BUDGET = 256  # tokens of a request that names none, if there is room
+TEMPLATE_FIELDS = ("tools", "documents", "chat_template_kwargs", "continue_final_message")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,8 +34,9 @@ class SamplingParams:
     What a caller may ask of one request, in the words of OpenAI's API, vLLM and transformers.
 
     Args:
-        max_new_tokens (`int`, *optional*, defaults to 256):
-            The budget.
+        max_new_tokens (`int`, *optional*):
+            The budget. By default what the prompt leaves of the model's window, at most 256, or `min_new_tokens` where
+            that is more.
         temperature (`float`, *optional*, defaults to 1.0):
             Divides the scores. 0 takes the best token each time; `top_k`, `top_p` and `min_p` then do nothing.
         top_k (`int`, *optional*, defaults to 0):
@@ -84,25 +53,32 @@ class SamplingParams:
         logit_bias (`Mapping[int | str, float]`, *optional*):
             As in [`LogitBias`].
         stop (`str | Sequence[str]`, *optional*, defaults to `()`):
-            Texts that end the row; they are no part of its text.
+            Texts that end the row, of at most 16,384 characters together; they are no part of its text.
         stop_token_ids (`Collection[int]`, *optional*, defaults to `()`):
-            Ids that end the row, besides the model's own.
+            Ids that end the row, besides the model's own; they are no part of its text either.
         ignore_eos (`bool`, *optional*, defaults to `False`):
             Whether to go on behind the model's own end of sequence.
         min_new_tokens (`int`, *optional*, defaults to 0):
-            No id that ends the row is chosen before so many tokens. Stop strings hold from the start.
+            Nothing ends the row before so many tokens: no id that ends it is chosen, and, as in vLLM, a stop string
+            counts only if it is complete after them.
         seed (`int`, *optional*):
-            Seeds the request's own random numbers. Fresh ones by default.
+            Seeds the request's own random numbers: any integer of 64 bits. Fresh ones by default.
         n (`int`, *optional*, defaults to 1):
-            Texts per prompt.
+            Texts per prompt, at most 4,096. Each sample has a seed of its own, which follows from `seed`.
         logprobs (`int`, *optional*):
-            Report log-probabilities: of the chosen tokens and of so many best ones at each position.
+            Report log-probabilities: of the chosen tokens and of so many best ones at each position, at most 1,024.
+        tools (`Sequence`, *optional*), documents (`Sequence[Mapping]`, *optional*):
+            What the chat template shows of tools (JSON schemas or functions) and documents.
+        chat_template_kwargs (`Mapping[str, Any]`, *optional*):
+            What else the chat template knows, such as `enable_thinking`.
+        continue_final_message (`bool`, *optional*, defaults to `False`):
+            Whether the last message is continued in place of an answer to it.
 
     Raises:
-        `ValueError` or `TypeError`: naming the field, the rule and the value.
+        [`RequestError`], a `ValueError`, and a `TypeError` for wrong types: naming the field, the rule and the value.
     """
 
-    max_new_tokens: int = 256
+    max_new_tokens: int | None = None
     temperature: float = 1.0
     top_k: int | None = 0
     top_p: float = 1.0
@@ -119,63 +95,23 @@ class SamplingParams:
     seed: int | None = None
     n: int = 1
     logprobs: int | None = None
+    tools: Sequence[Any] | None = field(default=None, hash=False)
+    documents: Sequence[Mapping[str, Any]] | None = field(default=None, hash=False)
+    chat_template_kwargs: Mapping[str, Any] | None = field(default=None, hash=False)
+    continue_final_message: bool = False
 
     def __post_init__(self) -> None:
-        self._check_counts()
-        self._check_distribution()
-        self._check_ends()
-
-    def _check_counts(self) -> None:
-        for name, minimum in {"max_new_tokens": 1, "min_new_tokens": 0, "n": 1}.items():
-            self._set(name, _checked_count(name, getattr(self, name), minimum))
-        if self.min_new_tokens > self.max_new_tokens:
-            raise ValueError(
-                f"`min_new_tokens` has to be at most `max_new_tokens` ({self.max_new_tokens}), "
-                f"but is {self.min_new_tokens}."
-            )
-        self._set("top_k", 0 if self.top_k is None else _checked_count("top_k", self.top_k, 0))
-        for name in ("seed", "logprobs"):
-            if getattr(self, name) is not None:
-                self._set(name, _checked_count(name, getattr(self, name), 0))
-        if self.seed is not None and self.seed > MAX_SEED:
-            raise ValueError(f"`seed` has to be between 0 and {MAX_SEED}, but is {self.seed}.")
-
-    def _check_distribution(self) -> None:
-        for name in ("temperature", "top_p", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty"):
-            self._set(name, checked_number(name, getattr(self, name)))
-        if self.temperature != 0.0 and self.temperature < MIN_TEMPERATURE:
-            raise ValueError(
-                f"`temperature` has to be 0 (the best token each time) or at least {MIN_TEMPERATURE}, "
-                f"but is {self.temperature}."
-            )
-        if not 0.0 < self.top_p <= 1.0:
-            raise ValueError(f"`top_p` has to be above 0 and at most 1, but is {self.top_p}. Pass 1.0 for none.")
-        if not 0.0 <= self.min_p <= 1.0:
-            raise ValueError(f"`min_p` has to be between 0 and 1, but is {self.min_p}.")
-        if self.penalty_scope is not None and self.penalty_scope not in ("all", "generated"):
-            raise ValueError(f'`penalty_scope` has to be None, "all" or "generated", but is {self.penalty_scope!r}.')
-        TokenPenalties(self.repetition_penalty, self.frequency_penalty, self.presence_penalty)
-        if self.logit_bias is not None:
+        for name, checked in CHECKS.items():
             try:
-                self._set("logit_bias", LogitBias(self.logit_bias).bias or None)
+                object.__setattr__(self, name, checked(name, getattr(self, name)))
             except (TypeError, ValueError) as error:
-                raise type(error)(f"`logit_bias` cannot be used: {error}") from error
-
-    def _check_ends(self) -> None:
-        stop = (self.stop,) if isinstance(self.stop, str) else self.stop
-        if not isinstance(stop, Sequence) or not all(isinstance(text, str) for text in stop):
-            raise TypeError(f"`stop` has to be a text or a sequence of texts, but is {self.stop!r}.")
-        if "" in stop:
-            raise ValueError(f"`stop` has to hold no empty text, which would end every row at once: {self.stop!r}.")
-        self._set("stop", tuple(stop))
-        if isinstance(self.stop_token_ids, str) or not isinstance(self.stop_token_ids, Collection):
-            raise TypeError(f"`stop_token_ids` has to be a collection of ints, but is {self.stop_token_ids!r}.")
-        self._set("stop_token_ids", tuple(_checked_count("stop_token_ids", i, 0) for i in self.stop_token_ids))
-        if not isinstance(self.ignore_eos, bool):
-            raise TypeError(f"`ignore_eos` has to be a bool, but is {self.ignore_eos!r}.")
-
-    def _set(self, name: str, value: Any) -> None:
-        object.__setattr__(self, name, value)
+                raise refused(error, name) from error
+        if self.max_new_tokens is not None and self.min_new_tokens > self.max_new_tokens:
+            raise RequestError(
+                f"`min_new_tokens` has to be at most `max_new_tokens` ({self.max_new_tokens}), "
+                f"but is {self.min_new_tokens}.",
+                param="min_new_tokens",
+            )
 
     @property
     def is_greedy(self) -> bool:
@@ -240,84 +176,24 @@ class SamplingParams:
     def _bias(self) -> list[LogitBias]:
         return [] if self.logit_bias is None else [LogitBias(self.logit_bias)]
 
-    def to_generation_config(
-        self, eos_token_ids: Collection[int], pad_token_id: int | None = None
-    ) -> GenerationConfig:
-        """
-        For plain `model.generate`, together with `extra_processors`. `seed` and `logprobs` have no place in it, and
-        stop strings need `tokenizer=` and stay in the ids there. As always, `generate` takes settings that are left
-        None from the model's own config.
-
-        Args:
-            eos_token_ids (`Collection[int]`): The model's own ids that end a row.
-            pad_token_id (`int`, *optional*): Needed where no id ends a row and the model has no padding.
-
-        Raises:
-            `ValueError`: by transformers, for several texts without sampling.
-        """
-        warpers: dict[str, Any] = {}
-        if not self.is_greedy:
-            warpers = {"temperature": self.temperature, "top_k": self.top_k, "top_p": self.top_p, "min_p": self.min_p}
-        return GenerationConfig(
-            max_new_tokens=self.max_new_tokens,
-            min_new_tokens=self.min_new_tokens,
-            do_sample=not self.is_greedy,
-            repetition_penalty=self.repetition_penalty if self._repetition_scope == "all" else 1.0,
-            num_return_sequences=self.n,
-            stop_strings=list(self.stop) or None,
-            eos_token_id=sorted(self.stop_ids(eos_token_ids)),
-            pad_token_id=pad_token_id,
-            **warpers,
-        )
-
-    def extra_processors(self, prompt_length: int) -> LogitsProcessorList:
-        """What `to_generation_config` cannot say, as `logits_processor` for plain `model.generate`."""
-        rest = replace(self, repetition_penalty=1.0) if self._repetition_scope == "all" else self
-        return LogitsProcessorList([*rest._penalties(prompt_length), *self._bias()])
-
-    @classmethod
-    def from_generation_config(cls, config: GenerationConfig, eos_token_ids: Collection[int] = ()) -> "SamplingParams":
-        """
-        What `model.generate` would do by this config, where it is of use here. Settings that are None have
-        transformers' defaults (`top_k` 50), but for the budget, which is this class's own.
-
-        Args:
-            config (`GenerationConfig`): Settings of how to compute, draft and return are passed over.
-            eos_token_ids (`Collection[int]`, *optional*, defaults to `()`):
-                The ids that end a row anyway. If the config names others instead, these are ignored.
-
-        Raises:
-            `ValueError`: naming every setting that cannot be served.
-        """
-        settings = {name: value for name, value in config.to_dict().items() if value is not None}
-        unserved = {
-            name: value
-            for name, value in settings.items()
-            if name not in READ_SETTINGS | SILENT_SETTINGS
-            and (name not in NEUTRAL_SETTINGS or value != NEUTRAL_SETTINGS[name])
-        }
-        if "max_length" in settings and "max_new_tokens" not in settings:
-            unserved["max_length"] = settings["max_length"]
-        if unserved:
-            raise ValueError(f"`config` has to do without what `SamplingParams` cannot express, but has {unserved}.")
-        names = ["max_new_tokens", "min_new_tokens", "repetition_penalty"]
-        wanted: dict[str, Any] = {"temperature": 0.0}
-        if settings.get("do_sample", False):
-            names += ["temperature", "top_p", "min_p"]
-            wanted = {"top_k": settings.get("top_k", TRANSFORMERS_TOP_K)}
-        wanted |= {name: settings[name] for name in names if name in settings}
-        if "eos_token_id" in settings:
-            ends = settings["eos_token_id"]
-            ends = [ends] if isinstance(ends, int) else ends
-            keeps_eos = set(eos_token_ids) <= set(ends) and (len(eos_token_ids) > 0 or not ends)
-            wanted["stop_token_ids"] = [i for i in ends if i not in eos_token_ids] if keeps_eos else ends
-            wanted["ignore_eos"] = not keeps_eos
-        return cls(**wanted, n=settings.get("num_return_sequences", 1), stop=settings.get("stop_strings", ()))
+    def template_settings(self) -> dict[str, Any]:
+        """What `apply_chat_template` gets besides the messages."""
+        settings: dict[str, Any] = dict(self.chat_template_kwargs or {})
+        if self.tools is not None:
+            settings["tools"] = list(self.tools)
+        if self.documents is not None:
+            settings["documents"] = list(self.documents)
+        if self.continue_final_message:
+            return {**settings, "continue_final_message": True}
+        return {**settings, "add_generation_prompt": True}
 
 
-def _checked_count(name: str, value: int, minimum: int) -> int:
-    if isinstance(value, bool) or not isinstance(value, Integral):
-        raise TypeError(f"`{name}` has to be an int, but is {value!r}.")
-    if value < minimum:
-        raise ValueError(f"`{name}` has to be at least {minimum}, but is {value}.")
-    return int(value)
+DEFAULT_PARAMS = SamplingParams()
+
+
+def mixed_seed(seed: int, number: int) -> int:
+    """
+    A seed of 32 bits for one of the samples that a seed stands for. Seeds that are near each other have nothing in
+    common, as they would if the number were added.
+    """
+    return int.from_bytes(blake2b(f"{seed} {number}".encode(), digest_size=4).digest())

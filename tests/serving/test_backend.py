@@ -1,5 +1,8 @@
 """Prompts of every kind, the window, failures: what is wrong with one request concerns no other."""
 
+import datasets
+import numpy as np
+import pandas as pd
 import pytest
 import torch
 from transformers import LogitsProcessorList
@@ -7,6 +10,7 @@ from transformers import LogitsProcessorList
 from hf_specgen import DecodingStats
 from hf_specgen.serving.backends import get_generation_backend
 from hf_specgen.serving.openai_request import from_openai
+from hf_specgen.serving.request_error import RequestError
 from hf_specgen.serving.sampling_params import SamplingParams
 from tests.support.models import BOS, VOCAB_SIZE
 from tests.support.serving import (
@@ -56,7 +60,7 @@ def refused(prompt, params=None, kind="batched", **settings):
     assert (middle.text, middle.token_ids, middle.finish_reason, middle.index) == ("", (), "error", 1)
     with pytest.raises(type(middle.error)) as raised:
         backend.stream(prompt, params)
-    assert str(raised.value) == str(middle.error)
+    assert str(raised.value) == str(middle.error).replace("Prompt 1", "Prompt 0")
     assert_idle(backend)
     return middle.error
 
@@ -68,12 +72,16 @@ BAD_PROMPTS = {
     "negative id": ([5, -100], ValueError, "-100"),
     "id over the vocabulary": ([5, VOCAB_SIZE], ValueError, str(VOCAB_SIZE)),
     "enormous id": ([5, 10**15], ValueError, str(10**15)),
-    "float id": ([5.0], ValueError, "5.0"),
-    "bool id": ([True], ValueError, "True"),
-    "nested": ([[5]], ValueError, "5"),
-    "tensor of rows": (torch.tensor([[5]]), ValueError, ""),
-    "one message without its list": ({"role": "user", "content": "hi"}, ValueError, "role"),
-    "messages and text": ([{"role": "user", "content": "hi"}, "hi"], ValueError, "hi"),
+    "float id": ([5.0], TypeError, "5.0"),
+    "bool id": ([True], TypeError, "True"),
+    "nested": ([[5]], TypeError, "a list of 1 (list)"),
+    "tensor of rows": (torch.tensor([[5]]), TypeError, "shape (1, 1)"),
+    "bytes": (b"abc", TypeError, "bytes"),
+    "ids without an order": ({5, 6}, TypeError, "set"),
+    "tensor of fractions": (torch.tensor([5.0]), TypeError, "shape (1,)"),
+    "array of no prompt": (np.array(5), TypeError, "shape ()"),
+    "one message without its list": ({"role": "user", "content": "hi"}, TypeError, "role"),
+    "messages and text": ([{"role": "user", "content": "hi"}, "hi"], TypeError, "(dict, str)"),
 }
 
 
@@ -81,14 +89,15 @@ BAD_PROMPTS = {
 def test_prompt_that_is_none_is_refused_for_itself_alone(case):
     prompt, kind, words = BAD_PROMPTS[case]
     error = refused(prompt)
-    assert type(error) is kind and words in str(error)
+    assert isinstance(error, RequestError) and isinstance(error, kind) and words in str(error)
+    assert "rompt 1" in str(error) or "essage" in str(error)
 
 
 @pytest.mark.parametrize("prompt", [[{"role": "tool", "content": "hi"}], [{"content": "hi"}]])
 def test_messages_that_the_template_refuses_are_refused_for_themselves_alone(prompt):
     error = refused(prompt)
-    assert type(error) is ValueError
-    assert ("no tools here" if "role" in prompt[0] else "no attribute 'role'") in str(error)
+    assert isinstance(error, RequestError) and error.param == "messages"
+    assert ("no tools here" if "role" in prompt[0] else "`role`") in str(error)
 
 
 def test_messages_without_a_template_are_refused_for_themselves_alone():
@@ -121,7 +130,28 @@ def test_stop_ids_outside_the_vocabulary_are_refused_for_their_request():
     assert str(VOCAB_SIZE) in str(refused("abc", greedy(5, stop_token_ids=[VOCAB_SIZE])))
 
 
-@pytest.mark.parametrize("prompts", ["abc", {"a": "b"}, None, 5, iter(["abc"])])
+CONVERSATION = [{"role": "user", "content": "hi"}]
+
+
+@pytest.mark.parametrize(
+    "prompts",
+    [
+        "abc",
+        b"abc",
+        {"a": "b"},
+        None,
+        5,
+        [5, 6],
+        (5, 6),
+        range(3, 6),
+        torch.tensor([5, 6]),
+        torch.tensor(5),
+        np.array([5, 6]),
+        pd.Series([5, 6]),
+        CONVERSATION,
+        {"abc", "xyz"},
+    ],
+)
 def test_prompts_that_are_no_list_are_refused(prompts):
     backend = backend_of("batched")
     for call in (backend.generate, backend.stream_batch):
@@ -135,6 +165,44 @@ def test_params_have_to_be_as_many_as_prompts():
         with pytest.raises(ValueError, match="one entry per prompt, 2, but holds 1"):
             call(["abc", "xyz"], [greedy(5)])
     assert backend.generate([], greedy(5)) == backend.generate([], []) == []
+    for call in (backend.generate, backend.stream_batch):
+        for params in ({"temperature": 0}, None, 5, "greedy"):
+            with pytest.raises(TypeError, match="`params` has to be"):
+                call(["abc", "xyz"], params)
+
+
+def test_tables_are_refused_and_their_columns_are_prompts():
+    backend, table = backend_of("batched"), pd.DataFrame({"prompt": ["abc", "xyz"]})
+    for whole in (table, datasets.Dataset.from_pandas(table)):
+        with pytest.raises(TypeError, match="`prompts` has to be one column"):
+            backend.generate(whole, greedy(5))
+    expected = [c.text for c in backend.generate(["abc", "xyz"], greedy(5))]
+    for column in (table["prompt"], datasets.Dataset.from_pandas(table)["prompt"]):
+        assert [c.text for c in backend.generate(column, greedy(5))] == expected
+
+
+@pytest.mark.parametrize(
+    "held",
+    [
+        tuple,
+        iter,
+        np.array,
+        torch.tensor,
+        pd.Series,
+        lambda prompts: np.array([*prompts, None], dtype=object)[:-1],
+        lambda prompts: [np.array(ids) for ids in prompts],
+        lambda prompts: [torch.tensor(ids) for ids in prompts],
+        lambda prompts: [np.array(ids, dtype=np.int32) for ids in prompts],
+        lambda prompts: [[np.int64(token) for token in ids] for ids in prompts],
+        lambda prompts: (iter(ids) for ids in prompts),
+        lambda prompts: {number: ids for number, ids in enumerate(prompts)}.values(),
+    ],
+)
+def test_prompts_of_ids_may_be_held_by_anything(held):
+    backend, prompts = backend_of("batched"), [[5, 6, 7], [8, 9, 10]]
+    expected = [c.token_ids for c in backend.generate(prompts, greedy(5))]
+    for found in (backend.generate(held(prompts), greedy(5)), backend.generate(held(prompts), iter([greedy(5)] * 2))):
+        assert [c.token_ids for c in found] == expected
 
 
 # The window

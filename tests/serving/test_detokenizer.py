@@ -7,7 +7,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-from hf_specgen.serving.detokenizer import REPLACEMENT, TextAssembler, TextStop
+from hf_specgen.serving.detokenizer import REPLACEMENT, TextAssembler
 from tests.support.models import character_tokenizer
 from tests.support.tokenizers import byte_level
 
@@ -456,7 +456,7 @@ def test_hundreds_of_stops_cost_no_more_per_token():
             num_looks += 1
             return super().__contains__(key)
 
-    finder._following = [Counting(following) for following in finder._following]
+    finder._following = Counting(finder._following)
     ids = [random.Random(0).choice([1, 1, 1, 2]) for _ in range(2000)]
     assemble(assembler, [1] * 19 + [2] + ids)
     assert num_looks <= 3 * 2020
@@ -473,56 +473,119 @@ def test_empty_stop_is_refused():
         TextAssembler(make_tokenizer("bytes"), stop=["a", ""])
 
 
-# TextStop
+# Following a row
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_text_stop_finds_the_token_whatever_the_blocks(seed):
+def test_follower_finds_the_token_whatever_the_blocks(seed):
     generator = random.Random(seed)
     for _ in range(25):
         tokenizer = piece_tokenizer(generator)
         stops = random_stops(generator, "abc")
         ids = generator.choices(range(len(tokenizer)), k=generator.randint(1, 12))
         text, num_tokens = stopped_by_hand(tokenizer, ids, stops)
-        text_stop = TextStop(TextAssembler(tokenizer, stop=stops))
+        follower = TextAssembler(tokenizer, stop=stops)
         pieces: list[str] = []
         committed: list[int] = []
         while len(committed) < len(ids):
             block = ids[len(committed) :][: generator.randint(1, 5)]
             if generator.random() < 0.3:  # judged, and then not committed
-                text_stop.first_stop(committed, generator.choices(range(len(tokenizer)), k=4))
-            found = text_stop.first_stop(committed, block)
+                follower.first_stop(committed, generator.choices(range(len(tokenizer)), k=4))
+            found = follower.first_stop(committed, block)
             is_here = num_tokens is not None and num_tokens <= len(committed) + len(block)
             assert (found and len(committed) + found) == (num_tokens if is_here else None)
             committed = committed + block[:found]
             if found is None and generator.random() < 0.3:  # another rule took the last tokens back
                 committed = committed[: len(committed) - generator.randint(0, len(block) - 1)]
             if found is not None or generator.random() < 0.5:
-                pieces.append(text_stop.pop_text(committed))
+                pieces.append(follower.pop_text(committed))
             if found is not None:
                 break
-        pieces.append(text_stop.pop_text(committed, is_finished=True))
-        assert "".join(pieces) == text == text_stop.assembler.text
+        pieces.append(follower.pop_text(committed, is_finished=True))
+        assert "".join(pieces) == text == follower.text
 
 
 def test_text_of_tokens_taken_back_is_never_given_away():
     tokenizer, ids = tokenized("a", "b", "c")
-    text_stop = TextStop(TextAssembler(tokenizer, stop=["c"]))
-    assert text_stop.first_stop([], ids) == 3
-    assert text_stop.pop_text(ids[:1]) == "a"
-    assert text_stop.pop_text(ids[:1], is_finished=True) == ""
-    assert text_stop.assembler.text == "a" and not text_stop.assembler.is_stopped
+    follower = TextAssembler(tokenizer, stop=["c"])
+    assert follower.first_stop([], ids) == 3
+    assert follower.pop_text(ids[:1]) == "a"
+    assert follower.pop_text(ids[:1], is_finished=True) == ""
+    assert follower.text == "a" and not follower.is_stopped
 
 
 def test_following_a_row_reads_each_token_once():
     tokenizer = make_tokenizer("byte_bpe")
     counting = CountingTokenizer(tokenizer)
-    text_stop = TextStop(TextAssembler(counting, stop=["never"]))
+    follower = TextAssembler(counting, stop=["never"])
     ids = tokenizer(" ".join(random_texts(7, 60))).input_ids[:2000]
     pieces = []
     for start in range(0, len(ids), 5):
-        assert text_stop.first_stop(ids[:start], ids[start : start + 5]) is None
-        pieces.append(text_stop.pop_text(ids[: start + 5]))
-    pieces.append(text_stop.pop_text(ids, is_finished=True))
+        assert follower.first_stop(ids[:start], ids[start : start + 5]) is None
+        pieces.append(follower.pop_text(ids[: start + 5]))
+    pieces.append(follower.pop_text(ids, is_finished=True))
     assert "".join(pieces) == decode(tokenizer, ids)
     assert counting.num_decoded <= 8 * len(ids)
+
+
+# What ends a row, and from when on
+
+
+@pytest.mark.parametrize("name", ["bytes", "byte_bpe", "byte_fallback", "metaspace"])
+@pytest.mark.parametrize("is_special", [True, False])
+def test_id_that_ends_the_row_is_no_part_of_its_text(name, is_special):
+    tokenizer = make_tokenizer(name)
+    ids = tokenizer("decoding").input_ids
+    end = tokenizer.eos_token_id if is_special else tokenizer("0").input_ids[-1]
+    assembler = TextAssembler(tokenizer, end_ids=frozenset([end]), skip_special_tokens=False)
+    assert "".join(assemble(assembler, [*ids, end])) == decode(tokenizer, ids) == assembler.text
+    assert (assembler.num_tokens, assembler.num_text_tokens) == (len(ids) + 1, len(ids))
+
+
+def test_id_that_ends_the_row_completes_no_stop_string():
+    tokenizer, ids = tokenized("a", "b", "c")
+    assembler = TextAssembler(tokenizer, stop=["bc"], end_ids=[ids[2]])
+    assert assemble(assembler, ids) == ["a", "", "", "b"]
+    assert not assembler.is_stopped and assembler.text == "ab"
+    follower = TextAssembler(tokenizer, stop=["bc"], end_ids=[ids[2]])
+    assert follower.first_stop([], ids) is None
+    assert follower.pop_text(ids, is_finished=True) == "ab"
+
+
+@pytest.mark.parametrize(
+    ("stops", "min_tokens", "text", "stop"),
+    [
+        (["b"], 0, "a", "b"),
+        (["b"], 1, "a", "b"),
+        (["b"], 2, "abca", "b"),  # the first one is complete with the second token
+        (["bc"], 2, "a", "bc"),  # begins below the floor and ends above it
+        (["bc"], 3, "abca", "bc"),
+        (["abc"], 2, "", "abc"),
+        (["ab", "abcabcx"], 5, "abcabc", "ab"),
+        (["ab", "cab"], 3, "ab", "cab"),
+        (["c", "bca"], 3, "a", "bca"),
+        (["abcabcabc"], 8, "", "abcabcabc"),
+        (["abcabcabc"], 9, "abcabcabc", None),
+        (["a"], 100, "abcabcabc", None),
+    ],
+)
+def test_stop_string_counts_once_the_floor_is_reached(stops, min_tokens, text, stop):
+    tokenizer, _ = tokenized("a", "b", "c")
+    ids = [0, 1, 2] * 3
+    for block in (1, 2, 5, 9):
+        follower = TextAssembler(tokenizer, stop=stops, min_tokens=min_tokens)
+        pieces, found = [], None
+        for start in range(0, len(ids), block):
+            found = follower.first_stop(ids[:start], ids[start : start + block])
+            pieces.append(follower.pop_text(ids[: start + (found or block)]))
+            if found is not None:
+                break
+        pieces.append(follower.pop_text(ids[: follower.num_tokens], is_finished=True))
+        assert ("".join(pieces), follower.stop_string, found is None) == (text, stop, stop is None)
+
+
+def test_text_below_the_floor_is_held_only_for_what_may_still_count():
+    tokenizer, _ = tokenized("a", "b", "c")
+    assembler = TextAssembler(tokenizer, stop=["ab"], min_tokens=4)
+    assert [assembler.add(token_id) for token_id in [0, 1, 2, 0, 1]] == ["", "ab", "c", "", ""]
+    assert assembler.stop_string == "ab" and assembler.text == "abc"

@@ -1,9 +1,11 @@
 import json
+import pickle
 from typing import Any
 
 import pytest
 
 from hf_specgen.serving.openai_request import NEUTRAL_VALUES, from_openai
+from hf_specgen.serving.request_error import RequestError
 from hf_specgen.serving.sampling_params import SamplingParams
 
 
@@ -115,7 +117,6 @@ def test_at_most_four_stops():
 @pytest.mark.parametrize(
     "body",
     [
-        {"tools": [{"type": "function"}]},
         {"tool_choice": "required"},
         {"functions": [{}]},
         {"response_format": {"type": "json_object"}},
@@ -169,7 +170,22 @@ def test_as_many_best_as_wanted_is_no_selection():
         ({"stop": [1]}, TypeError),
         ({"logit_bias": {"abc": 1}}, ValueError),
         ({"logit_bias": {"5": "x"}}, TypeError),
-        ({"seed": -1}, ValueError),
+        ({"seed": 2**64}, ValueError),
+        ({"seed": -(2**63) - 1}, ValueError),
+        ({"seed": 1.5}, TypeError),
+        ({"n": 129}, ValueError),
+        ({"n": 2**70}, ValueError),
+        ({"n": True}, TypeError),
+        ({"logprobs": 21}, ValueError),
+        ({"top_logprobs": 21, "logprobs": True}, ValueError),
+        ({"top_logprobs": 1.0, "logprobs": True}, TypeError),
+        ({"stop": "\ud800"}, ValueError),
+        ({"tools": {}}, TypeError),
+        ({"tools": ["look"]}, TypeError),
+        ({"documents": "x"}, TypeError),
+        ({"chat_template_kwargs": []}, TypeError),
+        ({"chat_template_kwargs": {"tokenize": True}}, ValueError),
+        ({"continue_final_message": "yes"}, TypeError),
         ({"n": 0}, ValueError),
         ({"logprobs": -1}, ValueError),
         ({"logprobs": "yes"}, TypeError),
@@ -194,6 +210,118 @@ def test_body_is_left_as_it_is():
     assert json.dumps(body) == before
 
 
-def test_seed_of_64_bits_and_words_for_the_answer_are_fine():
-    body = {"seed": 12345678901, "metadata": {}, "service_tier": "auto", "request_id": "a", "priority": 0}
-    assert from_openai(body).seed == 12345678901 % 2**32
+@pytest.mark.parametrize("seed", [12345678901, -1, -(2**63), 2**64 - 1])
+def test_seed_of_64_bits_and_words_for_the_answer_are_fine(seed):
+    body = {"seed": seed, "metadata": {}, "service_tier": "auto", "request_id": "a", "priority": 0}
+    assert read(**body).seed == seed
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"logprobs": False, "top_logprobs": 0},
+        {"logprobs": False, "top_logprobs": None},
+        {"top_logprobs": 0},
+        {"n": 1, "best_of": 1},
+        {"add_generation_prompt": True},
+        {"add_generation_prompt": True, "continue_final_message": False},
+        {"stop": [], "stop_token_ids": [], "tools": [], "documents": [], "functions": [], "bad_words": []},
+        {"logit_bias": {}, "chat_template_kwargs": {}},
+        {"tool_choice": "auto", "function_call": "auto", "parallel_tool_calls": True},
+        {"skip_special_tokens": True, "detokenize": True, "include_reasoning": True, "add_special_tokens": False},
+    ],
+)
+def test_what_clients_send_by_default_asks_for_nothing(body):
+    assert read(**body) == SamplingParams()
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"top_logprobs": True},
+        {"top_logprobs": 1, "logprobs": 3},
+        {"add_generation_prompt": False},
+        {"add_generation_prompt": 1},
+        {"add_generation_prompt": True, "continue_final_message": True},
+        {"store": 0},
+        {"skip_special_tokens": 1},
+    ],
+)
+def test_what_only_looks_like_a_default_is_refused(body):
+    with pytest.raises(RequestError, match=f"{next(iter(body))}|logprobs"):
+        read(**body)
+
+
+def test_what_the_chat_template_is_told():
+    look = {"type": "function", "function": {"name": "look", "parameters": {}}}
+    body = {
+        "tools": [look],
+        "documents": [{"title": "a", "text": "b"}],
+        "chat_template_kwargs": {"enable_thinking": False},
+    }
+    settings = {"tools": [look], "documents": body["documents"], "enable_thinking": False}
+    assert read(**body).template_settings() == {**settings, "add_generation_prompt": True}
+    assert read(tools=[look], tool_choice="auto").tools == (look,)
+    assert read(tools=[look], tool_choice="none").tools is None
+    assert read(continue_final_message=True, add_generation_prompt=False).continue_final_message
+
+
+@pytest.mark.parametrize("number", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize(
+    ("name", "place"),
+    [
+        ("temperature", lambda number: number),
+        ("max_tokens", lambda number: number),
+        ("seed", lambda number: number),
+        ("n", lambda number: number),
+        ("logprobs", lambda number: number),
+        ("stop", lambda number: [number]),
+        ("stop_token_ids", lambda number: [1, number]),
+        ("logit_bias", lambda number: {"5": number}),
+        ("chat_template_kwargs", lambda number: {"a": [{"b": number}]}),
+        ("tools", lambda number: [{"function": {"parameters": {"maximum": number}}}]),
+        ("unheard_of", lambda number: [[number]]),
+    ],
+)
+def test_numbers_that_json_does_not_have_are_refused_by_their_field(name, place, number):
+    with pytest.raises(RequestError, match=f"`{name}` has to consist of finite numbers") as raised:
+        read(**{name: place(number)})
+    assert (raised.value.code, raised.value.param) == ("invalid_value", name)
+
+
+@pytest.mark.parametrize(
+    ("body", "code", "param"),
+    [
+        ({"max_tokens": 0}, "invalid_value", "max_tokens"),
+        ({"max_completion_tokens": "5"}, "invalid_type", "max_completion_tokens"),
+        ({"min_tokens": 5, "max_tokens": 4}, "invalid_value", "min_tokens"),
+        ({"temperature": "hot"}, "invalid_type", "temperature"),
+        ({"top_logprobs": 50, "logprobs": True}, "invalid_value", "top_logprobs"),
+        ({"echo": True}, "unsupported_parameter", "echo"),
+        ({"response_format": {"type": "json_object"}}, "unsupported_parameter", "response_format"),
+        ({"tool_choice": {"type": "function"}}, "unsupported_parameter", "tool_choice"),
+        ({"stop": ["a"] * 5}, "invalid_value", "stop"),
+    ],
+)
+def test_refusal_has_a_code_and_names_the_field(body, code, param):
+    with pytest.raises(RequestError, match=f"`?{param}`?") as raised:
+        read(**body)
+    assert (raised.value.code, raised.value.param) == (code, param)
+    copied = pickle.loads(pickle.dumps(raised.value))
+    assert (type(copied), str(copied), copied.code, copied.param) == (
+        type(raised.value),
+        str(raised.value),
+        code,
+        param,
+    )
+
+
+def test_nested_and_long_values_are_cut_in_the_sentence():
+    deep: Any = []
+    for _ in range(100_000):
+        deep = [deep]
+    for value in (deep, "x" * 10**6, list(range(10**5)), {str(i): i for i in range(10**5)}, 10**6000):
+        for name in ("unheard_of", "temperature", "stop", "tools", "max_tokens"):
+            with pytest.raises((RequestError), match=name) as raised:
+                from_openai({name: value})
+            assert len(str(raised.value)) < 600

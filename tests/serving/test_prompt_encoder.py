@@ -7,7 +7,8 @@ from transformers import MinNewTokensLengthLogitsProcessor, PreTrainedTokenizerF
 
 from hf_specgen import UndecodableMask
 from hf_specgen.serving.prompt_encoder import PromptEncoder, eos_ids_of
-from hf_specgen.serving.sampling_params import SamplingParams
+from hf_specgen.serving.request_error import RequestError
+from hf_specgen.serving.sampling_params import SamplingParams, mixed_seed
 from tests.support.models import BOS, EOS, PAD, VOCAB_SIZE, character_tokenizer, make_model
 from tests.support.tokenizers import TOKENIZER, ids_of, letters_tokenizer
 
@@ -38,9 +39,7 @@ def test_kinds_of_prompts():
 def test_samples_are_jobs_with_seeds_of_their_own():
     jobs = encoder().jobs("hi", SamplingParams(n=3, seed=2**32 - 2, max_new_tokens=9), index=4)
     assert [(job.index, job.sample, job.request.seed) for job in jobs] == [
-        (4, 0, 2**32 - 2),
-        (4, 1, 2**32 - 1),
-        (4, 2, 0),
+        (4, sample, mixed_seed(2**32 - 2, sample)) for sample in range(3)
     ]
     assert len({id(job.text) for job in jobs}) == len({id(job.request.text) for job in jobs}) == 3
     assert [job.request.seed for job in encoder().jobs("hi", SamplingParams(n=2, max_new_tokens=9))] == [None, None]
@@ -97,7 +96,13 @@ def test_prompt_and_budget_fill_the_window_and_no_more(budget):
     (job,) = encoder().jobs(fitting, greedy(budget))
     assert job.error is None and job.request.prompt_ids == fitting
     (job,) = encoder().jobs([5, *fitting], greedy(budget))
-    assert type(job.error) is ValueError and job.request is None and job.is_done and job.budget == 0
+    assert (
+        isinstance(job.error, RequestError)
+        and job.error.code == "context_length_exceeded"
+        and job.request is None
+        and job.is_done
+        and job.budget == 0
+    )
     assert f"{257 - budget} tokens" in str(job.error) and "256 positions" in str(job.error)
 
 

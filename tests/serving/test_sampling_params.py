@@ -5,10 +5,10 @@ import random
 from fractions import Fraction
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from transformers import (
-    GenerationConfig,
     LogitsProcessorList,
     MinNewTokensLengthLogitsProcessor,
     MinPLogitsWarper,
@@ -29,8 +29,10 @@ from hf_specgen import (
     TokenPenalties,
     UndecodableMask,
 )
-from hf_specgen.serving.sampling_params import NEUTRAL_SETTINGS, READ_SETTINGS, SILENT_SETTINGS, SamplingParams
+from hf_specgen.serving.request_error import RequestError
+from hf_specgen.serving.sampling_params import SamplingParams, mixed_seed
 from tests.support.models import EOS, PAD, VOCAB_SIZE, assert_partly_accepted, cycle_model, noisy_copy
+from tests.support.sampling import extra_processors, generation_config
 
 INF, NAN = float("inf"), float("nan")
 EOS_IDS = [EOS, 19]
@@ -94,16 +96,31 @@ def random_params(seed: int, **fixed: Any) -> SamplingParams:
         ("stop", ["a", ""]),
         ("stop_token_ids", [3, -1]),
         ("min_new_tokens", -1),
-        ("min_new_tokens", 257),
-        ("seed", -1),
-        ("seed", 2**32),
+        ("seed", -(2**63) - 1),
+        ("seed", 2**64),
         ("n", 0),
         ("logprobs", -1),
+        # What a client may choose is bounded.
+        ("max_new_tokens", 2**70),
+        ("min_new_tokens", 2**70),
+        ("top_k", 2**70),
+        ("seed", -(2**70)),
+        ("n", 4097),
+        ("n", 2**70),
+        ("logprobs", 1025),
+        ("stop", "a" * 16_385),
+        ("stop", ["a" * 10**6, "b" * 10**6, "c" * 10**6, "d" * 10**6]),
+        ("stop", ["a"] * 16_385),
+        # Halves of surrogate pairs
+        ("stop", "a\ud800"),
+        ("stop", ["x", "\udfff"]),
     ],
 )
 def test_value_out_of_range_is_refused_by_name(field, value):
-    with pytest.raises(ValueError, match=f"^`{field}`"):
+    with pytest.raises(RequestError, match=f"^`{field}`") as raised:
         SamplingParams(**{field: value})
+    assert (raised.value.code, raised.value.param) == ("invalid_value", field)
+    assert len(str(raised.value)) < 400
 
 
 def test_error_tells_the_rule_and_the_value():
@@ -134,8 +151,10 @@ def test_error_tells_the_rule_and_the_value():
     ],
 )
 def test_value_of_another_type_is_refused_by_name(field, value):
-    with pytest.raises(TypeError, match=f"^`{field}`"):
+    with pytest.raises(TypeError, match=f"^`{field}`") as raised:
         SamplingParams(**{field: value})
+    assert isinstance(raised.value, RequestError)
+    assert (raised.value.code, raised.value.param) == ("invalid_type", field)
 
 
 @pytest.mark.parametrize("field", ["max_new_tokens", "top_k", "min_new_tokens", "seed", "n", "logprobs"])
@@ -148,8 +167,14 @@ def test_fraction_is_no_count(field):
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("max_new_tokens", None),
         ("temperature", None),
+        ("tools", "look"),
+        ("tools", [5]),
+        ("documents", {"title": "a"}),
+        ("documents", ["a"]),
+        ("chat_template_kwargs", [("a", 1)]),
+        ("chat_template_kwargs", {5: 1}),
+        ("continue_final_message", 1),
         ("stop", None),
         ("stop", 5),
         ("stop", ["a", 5]),
@@ -188,7 +213,42 @@ def test_values_are_brought_to_one_form():
     half: Any = Fraction(1, 2)
     assert SamplingParams(top_p=half).top_p == 0.5
     assert SamplingParams(stop=["a", "b"]).stop == ("a", "b")
-    assert SamplingParams(min_new_tokens=256).min_new_tokens == 256
+    assert SamplingParams(min_new_tokens=2560).max_new_tokens is None
+    assert SamplingParams(n=np.int64(3), stop_token_ids=np.array([4, 5]), top_p=np.float32(0.5)) == SamplingParams(
+        n=3, stop_token_ids=(4, 5), top_p=0.5
+    )
+    assert SamplingParams(tools=[], documents=(), chat_template_kwargs={}) == SamplingParams()
+
+
+@pytest.mark.parametrize("seed", [0, -1, -(2**63), 2**32, 2**64 - 1])
+def test_seeds_of_64_bits_are_taken(seed):
+    assert SamplingParams(seed=seed).seed == seed
+
+
+def test_seeds_and_samples_are_mixed():
+    """Neighbouring seeds have no sample in common, and all bits of a seed count."""
+    seeds = [mixed_seed(seed, sample) for seed in (0, 1, 2, 3, -1, 2**32, 2**63, -(2**63)) for sample in range(64)]
+    assert len(set(seeds)) == len(seeds) and all(0 <= seed < 2**32 for seed in seeds)
+    assert mixed_seed(5, 1) == mixed_seed(5, 1)
+
+
+@pytest.mark.parametrize("name", ["tokenize", "chat_template", "messages", "tools", "add_generation_prompt"])
+def test_template_settings_of_others_are_refused(name):
+    with pytest.raises(RequestError, match=f"^`chat_template_kwargs`.*{name}"):
+        SamplingParams(chat_template_kwargs={name: True})
+
+
+def test_template_settings():
+    assert SamplingParams().template_settings() == {"add_generation_prompt": True}
+    params = SamplingParams(tools=({"type": "function"},), documents=[{"text": "x"}], chat_template_kwargs={"a": None})
+    assert params.template_settings() == {
+        "add_generation_prompt": True,
+        "tools": [{"type": "function"}],
+        "documents": [{"text": "x"}],
+        "a": None,
+    }
+    assert SamplingParams(continue_final_message=True).template_settings() == {"continue_final_message": True}
+    assert hash(params) == hash(copy.deepcopy(params)) and pickle.loads(pickle.dumps(params)) == params
 
 
 def test_params_are_frozen_comparable_and_portable():
@@ -362,8 +422,8 @@ def test_plain_generate_does_the_same_by_its_config(llama, seed):
     torch.manual_seed(seed)
     outputs = llama.generate(
         prompt,
-        generation_config=params.to_generation_config(EOS_IDS, pad_token_id=PAD),
-        logits_processor=params.extra_processors(6),
+        generation_config=generation_config(params, EOS_IDS, PAD),
+        logits_processor=extra_processors(params, 6),
         output_scores=True,
         output_logits=True,
         return_dict_in_generate=True,
@@ -412,8 +472,8 @@ def test_greedy_speculation_equals_plain_generate(llama):
         for request in requests:
             expected = llama.generate(
                 torch.tensor([request.prompt_ids]),
-                generation_config=params.to_generation_config(EOS_IDS, pad_token_id=PAD),
-                logits_processor=params.extra_processors(len(request.prompt_ids)),
+                generation_config=generation_config(params, EOS_IDS, PAD),
+                logits_processor=extra_processors(params, len(request.prompt_ids)),
             )
             assert (seed, request.token_ids) == (seed, expected[0, len(request.prompt_ids) :].tolist())
     assert_partly_accepted(total)
@@ -440,148 +500,14 @@ def test_penalty_of_what_was_generated_lets_a_model_repeat_its_prompt():
     text = {}
     for scope in ("all", "generated"):
         params = SamplingParams(temperature=0, frequency_penalty=4, penalty_scope=scope, max_new_tokens=3)
-        config, processors = params.to_generation_config(()), params.extra_processors(4)
-        config.pad_token_id = 0
+        config, processors = generation_config(params, (), 0), extra_processors(params, 4)
         output = model.generate(torch.tensor([[1, 2, 3, 0]]), generation_config=config, logits_processor=processors)
         text[scope] = output[0, 4:].tolist()
     assert text["generated"] == [1, 2, 3]
     params = SamplingParams(temperature=0, frequency_penalty=4, logit_bias={1: -10}, max_new_tokens=1)
     output = model.generate(
         torch.tensor([[1, 2, 3, 0]]),
-        generation_config=params.to_generation_config((), pad_token_id=0),
-        logits_processor=params.extra_processors(4),
+        generation_config=generation_config(params, (), 0),
+        logits_processor=extra_processors(params, 4),
     )
     assert output[0, 4] != 1
-
-
-# GenerationConfig
-
-
-@pytest.mark.parametrize("seed", range(30))
-def test_config_round_trip(seed):
-    draw = random.Random(seed)
-    params = SamplingParams(
-        max_new_tokens=draw.randint(5, 50),
-        temperature=draw.choice([0.5, 1, 2]),
-        top_k=draw.choice([0, 7]),
-        top_p=draw.choice([1, 0.9]),
-        min_p=draw.choice([0, 0.1]),
-        repetition_penalty=draw.choice([1, 1.2]),
-        stop=draw.choice([(), ("a", "b")]),
-        stop_token_ids=draw.choice([(), (5, 9)]),
-        ignore_eos=draw.choice([True, False]),
-        min_new_tokens=draw.choice([0, 3]),
-        n=draw.choice([1, 3]),
-    )
-    config = params.to_generation_config(EOS_IDS)
-    assert SamplingParams.from_generation_config(config, EOS_IDS) == params
-    config = GenerationConfig.from_dict(config.to_dict())
-    assert SamplingParams.from_generation_config(config, EOS_IDS) == params
-
-
-def test_greedy_config_round_trip():
-    params = SamplingParams(temperature=0, max_new_tokens=5, repetition_penalty=1.5, stop="x")
-    config = params.to_generation_config(EOS_IDS)
-    assert config.do_sample is False
-    assert SamplingParams.from_generation_config(config, EOS_IDS) == params
-
-
-def test_config_means_what_generate_makes_of_it(llama):
-    """Settings that are None included: `top_k` is 50 for `generate`, not off."""
-    prompt = torch.tensor([[5, 6, 7]])
-    for config in (
-        GenerationConfig(do_sample=True, max_new_tokens=6),
-        GenerationConfig(do_sample=True, max_new_tokens=6, top_k=7, temperature=1.5, top_p=0.8, min_p=0.1),
-        GenerationConfig(max_new_tokens=6, repetition_penalty=1.7, min_new_tokens=5),
-    ):
-        outputs = llama.generate(
-            prompt, generation_config=config, output_scores=True, output_logits=True, return_dict_in_generate=True
-        )
-        own = SamplingParams.from_generation_config(config).logits_processor(3, [EOS])
-        for step, (scores, logits) in enumerate(zip(outputs.scores, outputs.logits)):
-            assert_same_scores(own(outputs.sequences[:, : 3 + step], logits), scores)
-
-
-def test_empty_config_is_greedy_with_the_budget_of_this_class():
-    params = SamplingParams.from_generation_config(GenerationConfig())
-    assert params == SamplingParams(temperature=0)
-
-
-@pytest.mark.parametrize(
-    ("ends", "eos", "stop_token_ids", "ignore_eos"),
-    [
-        (None, [2], (), False),
-        (2, [2], (), False),
-        ([2, 5], [2], (5,), False),
-        ([5], [2], (5,), True),
-        ([2], [2, 3], (2,), True),
-        (5, [], (5,), True),
-        ([], [], (), False),
-        ([], [2], (), True),
-    ],
-)
-def test_config_says_which_ids_end_a_row(ends, eos, stop_token_ids, ignore_eos):
-    params = SamplingParams.from_generation_config(GenerationConfig(eos_token_id=ends), eos)
-    assert (params.stop_token_ids, params.ignore_eos) == (stop_token_ids, ignore_eos)
-    assert params.stop_ids(eos) == set(eos if ends is None else [ends] if isinstance(ends, int) else ends)
-
-
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"num_beams": 4},
-        {"typical_p": 0.9},
-        {"top_h": 0.5},
-        {"epsilon_cutoff": 0.01},
-        {"eta_cutoff": 0.01},
-        {"no_repeat_ngram_size": 2},
-        {"bad_words_ids": [[5]]},
-        {"sequence_bias": {(5,): 1.0}},
-        {"suppress_tokens": [5]},
-        {"begin_suppress_tokens": [5]},
-        {"forced_bos_token_id": 5},
-        {"forced_eos_token_id": 5},
-        {"exponential_decay_length_penalty": (5, 1.1)},
-        {"guidance_scale": 2.0},
-        {"min_length": 5},
-        {"max_length": 50},
-        {"max_time": 1.0},
-        {"penalty_alpha": 0.5},
-        {"dola_layers": "low"},
-        {"assistant_ensemble_weight": 0.5},
-        {"encoder_repetition_penalty": 1.2},
-        {"frequency_penalty": 0.5},
-    ],
-)
-def test_config_that_cannot_be_served_is_refused_by_name(settings):
-    with pytest.raises(ValueError, match=next(iter(settings))):
-        SamplingParams.from_generation_config(GenerationConfig(do_sample=True, **settings))
-
-
-def test_all_that_cannot_be_served_is_named():
-    with pytest.raises(ValueError, match="(?s)no_repeat_ngram_size.*num_beams|num_beams.*no_repeat_ngram_size"):
-        SamplingParams.from_generation_config(GenerationConfig(num_beams=2, no_repeat_ngram_size=3))
-
-
-def test_value_of_a_config_is_checked_too():
-    with pytest.raises(ValueError, match="`top_p`"):
-        SamplingParams.from_generation_config(GenerationConfig(do_sample=True, top_p=2.0))
-
-
-def test_settings_without_effect_are_passed_over():
-    config = GenerationConfig(
-        **NEUTRAL_SETTINGS, max_length=99, max_new_tokens=7, use_cache=False, pad_token_id=0, num_assistant_tokens=5
-    )
-    assert SamplingParams.from_generation_config(config) == SamplingParams(temperature=0, max_new_tokens=7)
-
-
-def test_every_setting_of_transformers_is_sorted():
-    """A release that adds a setting does not fail: it is refused by name. One that takes one away shows here."""
-    known = set(GenerationConfig().to_dict())
-    assert READ_SETTINGS | SILENT_SETTINGS | set(NEUTRAL_SETTINGS) <= known
-    assert not READ_SETTINGS & SILENT_SETTINGS and not (READ_SETTINGS | SILENT_SETTINGS) & set(NEUTRAL_SETTINGS)
-
-
-def test_greedy_config_of_several_texts_is_refused():
-    with pytest.raises(ValueError, match="num_return_sequences"):
-        SamplingParams(temperature=0, n=2).to_generation_config(EOS_IDS)

@@ -12,6 +12,7 @@ from hf_specgen import UndecodableMask, get_generation_backend
 from hf_specgen.serving.sampling_params import SamplingParams
 from tests.support.dspark_models import bigram_target, fitted_drafter
 from tests.support.models import EOS, PAD, assert_partly_accepted, make_model, noisy_copy
+from tests.support.sampling import extra_processors, generation_config
 from tests.support.tokenizers import LETTERS, NUM_TOKENS, TOKENIZER, ids_of
 
 KINDS = ["eager", "batched", "lookup", "speculative", "dspark"]
@@ -59,10 +60,8 @@ def plain_ids(text, params, family="llama"):
 @functools.cache
 def _plain_ids(ids, params, family):
     model, prompt_ids = target_of(family), torch.tensor([ids])
-    config = params.to_generation_config([EOS], pad_token_id=PAD)
-    if config.eos_token_id == []:
-        config.eos_token_id = -1
-    extra = LogitsProcessorList([*params.extra_processors(prompt_ids.shape[1]), mask()])
+    config = generation_config(params, [EOS], PAD)
+    extra = LogitsProcessorList([*extra_processors(params, prompt_ids.shape[1]), mask()])
     generated = model.generate(
         prompt_ids,
         attention_mask=torch.ones_like(prompt_ids),
@@ -74,13 +73,17 @@ def _plain_ids(ids, params, family):
 
 
 def plain_text(text, params, family="llama"):
-    """And its text: stop strings count in what is generated only, so they are looked for by hand."""
+    """
+    And its text: stop strings count in what is generated only, and behind the least length, so they are looked for by
+    hand, one token (a letter here) after the other. What ends the text is no part of it.
+    """
     ids = plain_ids(text, dataclasses.replace(params, stop=()), family)
     whole = [TOKENIZER.decode(ids[:n], skip_special_tokens=True) for n in range(len(ids) + 1)]
     for count, now in enumerate(whole):
-        if found := [now.find(stop) for stop in params.stop if stop in now]:
+        found = [len(now) - len(stop) for stop in params.stop if now.endswith(stop)]
+        if found and count > params.min_new_tokens and ids[count - 1] not in params.stop_ids([EOS]):
             return now[: min(found)], ids[:count]
-    return whole[-1], ids
+    return whole[-2 if ids[-1] in params.stop_ids([EOS]) else -1], ids
 
 
 def random_prompts(count, seed=0, longest=14):
@@ -134,7 +137,7 @@ def mixed_params(seed=0, count=16):
             "stop": generator.choice([(), ("e",), ("qu", "x", "AB")]),
             "stop_token_ids": generator.choice([(), (33, 34)]),
             "ignore_eos": generator.choice([False, True]),
-            "seed": number,
+            "seed": number + 300,
         }
         made.append(SamplingParams(**settings))
     return made
