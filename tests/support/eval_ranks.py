@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, TrainerCallback
 from transformers.distributed import DistributedConfig
 
 from hf_specgen import PromptLookupDrafter, SamplingParams
-from tests.support.models import PAD, cycle_model, make_model, noisy_copy
+from tests.support.models import EOS, PAD, cycle_model, make_model, noisy_copy
 from tests.support.training import LETTERS, PROMPTS, dropout_model, losses, make_trainer, text_tokenizer
 from trainers import EvalGeneration, GenerationEvalCallback
 from trainers.sharding import generating_model
@@ -195,13 +195,14 @@ def between_steps(training: Training) -> dict:
 
 
 def plain_text(model, prompt: str) -> str:
-    """What the model's own `generate` makes of a prompt that stands alone."""
+    """What the model's own `generate` makes of a prompt that stands alone, without the id that ends it."""
     tokenizer = text_tokenizer()
     ids = torch.tensor([tokenizer(prompt)["input_ids"]])
     mask = torch.ones_like(ids)
     settings = {"max_new_tokens": 8, "do_sample": False, "suppress_tokens": [PAD], "synced_gpus": False}
     output = model.generate(input_ids=ids, attention_mask=mask, **settings)
-    return tokenizer.decode(output[0, ids.shape[1] :], skip_special_tokens=True)
+    generated = output[0, ids.shape[1] :].tolist()
+    return tokenizer.decode([token_id for token_id in generated if token_id != EOS])
 
 
 class FailingDrafter(PromptLookupDrafter):

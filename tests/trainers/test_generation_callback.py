@@ -39,7 +39,7 @@ def read(folder, step: int, prefix: str = "eval") -> list[dict]:
 
 
 def plain_text(model, prompt: str, max_new_tokens: int = 12) -> str:
-    """What the model's own `generate` makes of a prompt that stands alone."""
+    """What the model's own `generate` makes of a prompt that stands alone, without the id that ends it."""
     tokenizer = text_tokenizer()
     ids = torch.tensor([tokenizer(prompt)["input_ids"]])
     output = model.generate(
@@ -52,7 +52,8 @@ def plain_text(model, prompt: str, max_new_tokens: int = 12) -> str:
         pad_token_id=PAD,
         use_cache=True,
     )
-    return tokenizer.decode(output[0, ids.shape[1] :], skip_special_tokens=True)
+    generated = output[0, ids.shape[1] :].tolist()
+    return tokenizer.decode([token_id for token_id in generated if token_id != EOS])
 
 
 def test_texts_are_those_of_the_prompts_alone_after_training_with_right_padding(tmp_path):
