@@ -325,7 +325,7 @@ def test_one_warning_a_call_tells_how_many_requests_failed(recwarn):
             backend.generate(["abc", [], "xyz", [999]], greedy(5))
         assert len(warned) == 1 and __file__ == warned[0].filename
         assert str(warned[0].message).startswith("2 of 4 requests were refused or failed")
-        assert "of prompt 1: ValueError: `prompt_ids` is empty" in str(warned[0].message)
+        assert "of prompt 1: RequestError: Prompt 1 is empty" in str(warned[0].message)
 
 
 def test_first_error_is_raised_before_anything_runs_where_it_is_asked_for():
