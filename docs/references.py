@@ -10,6 +10,8 @@ PAGES = Path(__file__).parent / "api"
 SECTION = re.compile(r"^(Args|Attributes|Returns|Yields|Raises|Example):$")
 # `[`Decoder`]` and `[`~transformers.Trainer`]`, but no Markdown link.
 NAME = re.compile(r"\[`(~?)([\w.]+)`\](?![\[(])")
+# `frequency_penalty, presence_penalty (` and `top_k (`: what an entry documents.
+DOCUMENTED = re.compile(r"\b[a-z]\w*(?:, [a-z]\w*)*(?= \()")
 FOREIGN = ("transformers.", "datasets.", "torch.", "evaluate.", "peft.")
 
 
@@ -60,5 +62,11 @@ def _entry(section: str, line: str, before: str) -> str:
     if line.startswith(" "):
         begins_list = line.lstrip().startswith("- ") and not before.lstrip().startswith("- ")
         return f"\n{line}" if begins_list else line
-    is_entry = section != "Raises" or line.startswith(("`", "["))
-    return f"-   {line}" if is_entry else f"    {line}"
+    if section == "Raises":
+        return f"-   {line}" if line.startswith(("`", "[")) else f"    {line}"
+    head, colon, rest = line.partition("):")
+    return f"-   {DOCUMENTED.sub(_as_code, head)}{colon}{rest}"
+
+
+def _as_code(match: re.Match) -> str:
+    return ", ".join(f"**`{name}`**" for name in match[0].split(", "))
