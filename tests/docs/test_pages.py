@@ -13,8 +13,8 @@ import pytest
 
 import hf_specgen
 import trainers
+from tests.support.reference_pages import ROOT, listed_paths
 
-ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 CODE = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\]\((?!https?://)([^)#]+)(?:#[^)]*)?\)")
@@ -23,11 +23,6 @@ MAX_README_LINES = 200
 
 def page_name(page: Path) -> str:
     return str(page.relative_to(ROOT))
-
-
-def listed_paths() -> set[str]:
-    text = "\n".join(page.read_text() for page in (ROOT / "docs" / "api").glob("*.md"))
-    return set(re.findall(r"^::: ([\w.]+)$", text, re.MULTILINE))
 
 
 def test_every_public_name_is_on_the_reference_pages():
