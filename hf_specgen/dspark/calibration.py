@@ -56,6 +56,7 @@ class ConfidenceRecords:
 
     @property
     def is_judged(self) -> Tensor:  # (records, block)
+        """Which candidates were judged: everything before them was kept."""
         return torch.arange(self.logits.shape[1]) < self.num_judged[:, None]
 
     @classmethod

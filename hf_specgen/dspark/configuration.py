@@ -68,6 +68,10 @@ class DSparkConfig(PreTrainedConfig):
             Bound of a tanh over the base logits, before the Markov head adds to them.
         published_config (`dict`, *optional*):
             What the published file says beyond all this; written back with it.
+        vocab_size, hidden_size, intermediate_size, num_hidden_layers, num_attention_heads, num_key_value_heads,
+        head_dim, hidden_act, rms_norm_eps, rope_parameters, max_position_embeddings, layer_types, sliding_window,
+        initializer_range, attention_dropout, bos_token_id, eos_token_id, pad_token_id, tie_word_embeddings:
+            As in [`~transformers.Qwen3Config`], of the drafter's own layers.
 
     Raises:
         `ValueError`: for values that do not fit together.

@@ -47,6 +47,7 @@ class DSparkDrafter(Drafter):
 
     Raises:
         `ValueError`: for more candidates than a block gives, or a policy that needs a confidence head.
+        `TypeError`: for a model or policy of another kind.
     """
 
     def __init__(

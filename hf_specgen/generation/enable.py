@@ -34,6 +34,9 @@ class SpeculativeDecoderOnlyOutput(GenerateDecoderOnlyOutput):
     What `generate(..., return_dict_in_generate=True)` returns: [`~transformers.generation.GenerateDecoderOnlyOutput`]
     and the run's statistics. `cache` is None: a slot cache cannot be continued by plain `generate`. After a row's end
     its `scores` and `logits` are 0 for the padding and -inf elsewhere.
+
+    Attributes:
+        speculation_stats ([`DecodingStats`], *optional*): the counts of the call, as in `model.speculation_stats`.
     """
 
     speculation_stats: DecodingStats | None = None
@@ -173,10 +176,11 @@ def enable_speculation(model: ModelT) -> ModelT:
     The model stays the same object and of its own class; saving, copying and pickling work as before, and `generate`
     without a drafter is untouched. Calling this twice is calling it once.
 
-    With a drafter `generate` also takes `on_round` (called after every verification with rows, candidates and
-    verification) and `trace=True`, and leaves its counts in `model.speculation_stats`, which is None after any other
-    call and where transformers' own loop served. Instead of a model,
-    `assistant_model` may be a [`Drafter`].
+    With a drafter `generate` also takes `on_round` and `trace=True`, and leaves its counts in
+    `model.speculation_stats`, a [`DecodingStats`], which is None after any other call and where transformers' own loop
+    served. `on_round(rows, candidates, verification)` is called after every verification, before anything is
+    committed, with [`Rows`], [`Candidates`] and [`Verification`]. Instead of a model, `assistant_model` may be a
+    [`Drafter`].
 
     Args:
         model ([`~transformers.PreTrainedModel`], `PeftModel` or compiled module):
@@ -198,6 +202,13 @@ def enable_speculation(model: ModelT) -> ModelT:
 def disable_speculation(model: ModelT) -> ModelT:
     """
     Gives the model its own class back. Does nothing if speculation is not enabled.
+
+    Args:
+        model ([`~transformers.PreTrainedModel`], `PeftModel` or compiled module):
+            What was given to [`enable_speculation`].
+
+    Returns:
+        The object that was given.
 
     Raises:
         `ValueError`: if another library has changed the class since.

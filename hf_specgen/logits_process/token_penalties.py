@@ -221,21 +221,45 @@ class TokenPenalties(LogitsProcessor):
 
 
 class RepetitionPenalty(TokenPenalties):
-    """[`TokenPenalties`] with `repetition_penalty=penalty` alone."""
+    """
+    [`TokenPenalties`] with `repetition_penalty=penalty` alone.
+
+    Args:
+        penalty (`float`):
+            Above 1 discourages tokens that occur, below 1 encourages them.
+        options (*optional*):
+            `scope`, `prompt_length`, `pad_token_id` and `exempt_ids`, as in [`TokenPenalties`].
+    """
 
     def __init__(self, penalty: float, **options: Unpack[CountingOptions]):
         super().__init__(repetition_penalty=penalty, **options)
 
 
 class FrequencyPenalty(TokenPenalties):
-    """[`TokenPenalties`] with `frequency_penalty=penalty` alone."""
+    """
+    [`TokenPenalties`] with `frequency_penalty=penalty` alone.
+
+    Args:
+        penalty (`float`):
+            Subtracted once per occurrence.
+        options (*optional*):
+            `scope`, `prompt_length`, `pad_token_id` and `exempt_ids`, as in [`TokenPenalties`].
+    """
 
     def __init__(self, penalty: float, **options: Unpack[CountingOptions]):
         super().__init__(frequency_penalty=penalty, **options)
 
 
 class PresencePenalty(TokenPenalties):
-    """[`TokenPenalties`] with `presence_penalty=penalty` alone."""
+    """
+    [`TokenPenalties`] with `presence_penalty=penalty` alone.
+
+    Args:
+        penalty (`float`):
+            Subtracted once if the token occurs.
+        options (*optional*):
+            `scope`, `prompt_length`, `pad_token_id` and `exempt_ids`, as in [`TokenPenalties`].
+    """
 
     def __init__(self, penalty: float, **options: Unpack[CountingOptions]):
         super().__init__(presence_penalty=penalty, **options)

@@ -138,6 +138,10 @@ def encode_prompt(tokenizer: PreTrainedTokenizerBase, turns: tuple[str, ...]) ->
     The ids of the first turn, in the tokenizer's chat template if it has one; without thinking, where a template knows
     that, since drafters are trained so.
 
+    Args:
+        tokenizer ([`~transformers.PreTrainedTokenizerBase`]): The model's own.
+        turns (`tuple[str, ...]`): As in [`Prompt`]; the first is encoded.
+
     Raises:
         `ValueError`: if the tokenizer makes no ids of it.
     """

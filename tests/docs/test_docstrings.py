@@ -13,7 +13,6 @@ import pytest
 
 from tests.support.reference_pages import listed_paths
 
-
 MADE_BY_BACKENDS = ("hf_specgen.serving.streams.BatchStream", "hf_specgen.serving.streams.TextStream")
 
 
