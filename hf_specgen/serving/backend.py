@@ -15,6 +15,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from ..arguments import checked_number
 from ..engine.decoder import Decoder
 from ..engine.stats import DecodingStats
+from .async_stream import AsyncTextStream
 from .completion import Completion
 from .job import Call, Job
 from .prompt_encoder import Params, Prompt, PromptEncoder
@@ -98,6 +99,22 @@ class GenerationBackend:
         if jobs[0].error is not None:
             raise jobs[0].error
         return TextStream(stream)
+
+    def astream(
+        self,
+        prompt: Prompt,
+        params: SamplingParams = DEFAULT_PARAMS,
+        request_id: str | None = None,
+        timeout: float | None = None,
+    ) -> AsyncTextStream:
+        """
+        As `stream`, for asyncio: `async for piece in backend.astream(prompt)`. Cancelling the task frees the slot.
+
+        Args:
+            prompt, params, request_id, timeout:
+                As in `stream`. A request that is refused raises when the stream is first read.
+        """
+        return AsyncTextStream(lambda: self.stream(prompt, params, request_id, timeout))
 
     def stream_batch(
         self,

@@ -83,10 +83,12 @@ class TextStream(Iterator[str]):
 
     @property
     def completion(self) -> Completion | None:
+        """The answer, once the stream has ended."""
         return None if self._batch.completions is None else self._batch.completions[0]
 
     @property
     def logprobs(self) -> tuple[TokenLogprobs, ...]:
+        """Of the tokens that came with the last piece, if asked for."""
         return self._batch.logprobs
 
     def __next__(self) -> str:
