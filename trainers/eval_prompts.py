@@ -28,6 +28,9 @@ class EvalPrompts:
             One for each prompt: a text, or whatever the metrics compare with.
         template_settings (`tuple`, *optional*):
             One for each prompt: the `tools` and `chat_template_kwargs` of [`SamplingParams`] that are its own.
+
+    Raises:
+        `ValueError`: for no prompts, a prompt that is none of these, or another number of references than of prompts.
     """
 
     prompts: tuple[Prompt, ...]

@@ -13,7 +13,7 @@ class BatchStream(Iterator[tuple[int, str]]):
     the slots, in any thread and at any time: the garbage collector may do so inside a round.
 
     Args:
-        call ([`Call`]):
+        call (`Call`):
             The jobs whose texts are read.
         advance (`Callable[[Call], list[Piece]]`):
             Runs rounds until there are pieces, and returns none once all jobs have ended.
