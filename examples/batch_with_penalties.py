@@ -34,4 +34,4 @@ output = model.generate(
 new_tokens = output[:, inputs["input_ids"].shape[1] :]
 for question, text in zip(QUESTIONS, tokenizer.batch_decode(new_tokens, skip_special_tokens=True)):
     print(f"{question}\n    {text!r}")
-print(f"{model.speculation_stats.tokens} tokens in {model.speculation_stats.target_forwards} passes over three rows")
+print(model.speculation_stats.summary())

@@ -25,5 +25,4 @@ seconds = time.perf_counter() - start
 print(tokenizer.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True))
 print(f"\nThe same tokens: {output.tolist() == plain.tolist()}")
 print(f"Plain {plain_seconds:.2f} s, with prompt lookup {seconds:.2f} s")
-stats = model.speculation_stats
-print(f"{stats.tokens} tokens in {stats.target_forwards} passes, {stats.acceptance_rate:.0%} of the candidates kept")
+print(model.speculation_stats.summary())

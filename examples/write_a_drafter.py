@@ -35,5 +35,4 @@ chat = [{"role": "user", "content": "What is the capital of France?"}]
 inputs = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt", return_dict=True)
 output = enable_speculation(model).generate(**inputs, assistant_model=drafter, max_new_tokens=12, do_sample=False)
 print(tokenizer.decode(output[0, inputs["input_ids"].shape[1] :]))
-stats = model.speculation_stats
-print(f"{stats.tokens} tokens in {stats.target_forwards} passes, {sum(stats.accepted.values())} candidates kept")
+print(model.speculation_stats.summary())

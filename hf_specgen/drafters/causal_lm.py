@@ -72,6 +72,13 @@ class CausalLMDrafter(Drafter):
         self.temperature = temperature
         self.num_forwards = 0
 
+    def __repr__(self) -> str:
+        return (
+            f"CausalLMDrafter({type(self.model).__name__}, num_assistant_tokens={self.num_assistant_tokens}, "
+            f"confidence_threshold={self.confidence_threshold}, is_heuristic={self.is_heuristic}, "
+            f"temperature={self.temperature})"
+        )
+
     def make_cache(self, rows: int) -> SlotCache:
         return SlotCache(self.model.config, rows)
 

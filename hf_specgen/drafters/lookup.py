@@ -29,6 +29,10 @@ class PromptLookupDrafter(Drafter):
         self.num_assistant_tokens = check_count("num_assistant_tokens", num_assistant_tokens, maximum=MAX_CANDIDATES)
         self.max_ngram_size = check_count("max_matching_ngram_size", max_ngram_size)
 
+    def __repr__(self) -> str:
+        settings = f"num_assistant_tokens={self.num_assistant_tokens}, max_ngram_size={self.max_ngram_size}"
+        return f"PromptLookupDrafter({settings})"
+
     def make_cache(self, rows: int) -> None:
         return None
 

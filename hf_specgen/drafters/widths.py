@@ -17,6 +17,9 @@ class VerifyAll(DraftLengthPolicy):
 
     needs_confidence = False
 
+    def __repr__(self) -> str:
+        return "VerifyAll()"
+
     def lengths(self, confidences: Tensor | None, limits: Tensor, is_live: Tensor) -> Tensor:
         return limits.clone()
 
@@ -43,6 +46,9 @@ class ConfidenceThreshold(DraftLengthPolicy):
         if not 0 <= threshold <= 1:
             raise ValueError(message)
         self.threshold = float(threshold)
+
+    def __repr__(self) -> str:
+        return f"ConfidenceThreshold({self.threshold})"
 
     def lengths(self, confidences: Tensor | None, limits: Tensor, is_live: Tensor) -> Tensor:
         assert confidences is not None, "a threshold needs confidences"
@@ -82,6 +88,9 @@ class ThroughputScheduler(DraftLengthPolicy):
         if not isinstance(step_costs, StepCosts):
             raise TypeError(f"`step_costs` has to be a `StepCosts`, but is a {type(step_costs).__name__!r}.")
         self.step_costs = step_costs
+
+    def __repr__(self) -> str:
+        return f"ThroughputScheduler({self.step_costs!r})"
 
     def lengths(self, confidences: Tensor | None, limits: Tensor, is_live: Tensor) -> Tensor:
         assert confidences is not None, "the scheduler needs confidences"

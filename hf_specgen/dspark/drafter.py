@@ -83,6 +83,12 @@ class DSparkDrafter(Drafter):
         self.num_context_tokens = 0
         self.num_forwards = 0
 
+    def __repr__(self) -> str:
+        return (
+            f"DSparkDrafter({type(self.draft_model).__name__}, num_assistant_tokens={self.num_assistant_tokens}, "
+            f"draft_length={self.draft_length!r}, is_calibrated={self.calibration is not None})"
+        )
+
     def bind(self, target: PreTrainedModel) -> None:
         self.draft_model.check_target(target)
 

@@ -12,18 +12,27 @@ PHASES = ("draft", "verify", "processors", "other")
 
 @dataclass(frozen=True)
 class RoundTrace:
-    """One round of a request: what was proposed, how much was kept, the token after it (None if the row ended)."""
+    """
+    One round of a request.
 
-    row: int  # of the batch; in a `Decoder` the request's number in the order given
+    Args:
+        row (`int`): the row of the batch; in a [`Decoder`] the request's number in the order given.
+        proposed (`tuple[int, ...]`): the candidates.
+        num_accepted (`int`): how many of them were kept.
+        next_token_id (`int`, *optional*): the token after those, None if the row ended before it.
+    """
+
+    row: int
     proposed: tuple[int, ...]
     num_accepted: int
     next_token_id: int | None
 
 
-@dataclass
+@dataclass(repr=False)
 class DecodingStats:
     """
-    Counts of a decoding run.
+    Counts of a decoding run; `summary()` tells them in a sentence. In the counts of one request the passes and seconds
+    are 0, since it shared them with others.
 
     Attributes:
         rounds (`int`): rounds of rows after their prefill; eight rows decoding side by side count eight per pass.
@@ -105,6 +114,32 @@ class DecodingStats:
         seconds = {phase: self.seconds[phase] + other.seconds[phase] for phase in PHASES}
         return DecodingStats(**summed, seconds=seconds)
 
+    def summary(self) -> str:
+        """The counts in a sentence, such as "96 tokens in 28 passes: 68 of 73 judged candidates kept (93%), ..."."""
+        told = f"{_counted(self.tokens, 'token')} in "
+        if self.target_forwards:
+            told += _counted(self.target_forwards, "pass", "passes")
+        else:
+            told += f"{_counted(self.rounds, 'round')} after the prompt"
+        if self.drafting_rounds:
+            kept, judged = sum(self.accepted.values()), sum(self.judged.values())
+            told += f": {kept} of {judged} judged candidates kept ({self.acceptance_rate:.0%})"
+            told += f", {self.mean_accepted_length:.2f} tokens per drafting round"
+        total = sum(self.seconds.values())
+        if total:
+            parts = ", ".join(f"{phase} {seconds / total:.0%}" for phase, seconds in self.seconds.items())
+            told += f"; {total:.3g} s: {parts}"
+        return f"{told}."
+
+    def __repr__(self) -> str:
+        seconds = {phase: round(value, 3) for phase, value in self.seconds.items()}
+        return (
+            f"DecodingStats(tokens={self.tokens}, rounds={self.rounds}, drafting_rounds={self.drafting_rounds}, "
+            f"target_forwards={self.target_forwards}, draft_forwards={self.draft_forwards}, "
+            f"mean_accepted_length={self.mean_accepted_length:.2f}, acceptance_rate={self.acceptance_rate:.2f}, "
+            f"seconds={seconds})"
+        )
+
     def to_dict(self) -> dict[str, Any]:
         """The counts and rates as plain numbers and lists, for JSON."""
         positions = sorted(self.proposed)
@@ -122,3 +157,7 @@ class DecodingStats:
             "survival": self.survival,
             "seconds": dict(self.seconds),
         }
+
+
+def _counted(number: int, noun: str, plural: str | None = None) -> str:
+    return f"{number} {noun if number == 1 else plural or noun + 's'}"

@@ -86,6 +86,9 @@ def verify(
         noise (`torch.FloatTensor` of shape `(rows, k + 1)`, *optional*):
             Uniform numbers in `[0, 1)`, needed when a row samples: column `i < k` decides about candidate `i`, the
             last one picks the next token by inversion of its distribution.
+
+    Raises:
+        `ValueError`: if a row samples and there is no noise.
     """
     rows, k = candidates.token_ids.shape
     device = scores.device

@@ -52,6 +52,13 @@ class GenerationBackend:
         self._shared = SharedDecoder(make_decoder)
         self._encoder = make_encoder(longest_row=lambda length: self._shared.decoder.longest_row(length))
 
+    def __repr__(self) -> str:
+        decoder = self._shared.decoder
+        return (
+            f"GenerationBackend({type(self.model).__name__}, drafter={decoder.drafter!r}, "
+            f"max_batch_size={len(decoder.rows.requests)}, tokenizer={type(self.tokenizer).__name__})"
+        )
+
     def __reduce__(self) -> tuple[type, tuple]:
         return GenerationBackend, self._makers
 

@@ -351,3 +351,11 @@ def test_drafter_that_drafts_nothing_leaves_plain_decoding(llama):
 
     stats = assert_same_as_plain(llama, left_padded([6, 1]), {"assistant_model": Silent()}, max_new_tokens=12)
     assert stats.drafting_rounds == 0 and stats.mean_accepted_length == 0.0 and stats.target_forwards == 12
+
+
+def test_drafters_show_their_settings(llama):
+    assert repr(PromptLookupDrafter(4)) == "PromptLookupDrafter(num_assistant_tokens=4, max_ngram_size=3)"
+    assert repr(CausalLMDrafter(llama, 3, 0.5, "heuristic")) == (
+        "CausalLMDrafter(LlamaForCausalLM, num_assistant_tokens=3, confidence_threshold=0.5, is_heuristic=True, "
+        "temperature=1.0)"
+    )

@@ -460,3 +460,9 @@ def test_other_file_is_refused_by_name(tmp_path, content, sentence):
 def test_missing_file_is_missing(tmp_path):
     with pytest.raises(FileNotFoundError, match="none.json"):
         StepCosts.load(tmp_path / "none.json")
+
+
+def test_policies_show_their_settings():
+    costs = StepCosts({1: 2.0, 8: 3.0}, "a model", "a processor", 1, 100)
+    assert repr([VerifyAll(), ConfidenceThreshold(0.5)]) == "[VerifyAll(), ConfidenceThreshold(0.5)]"
+    assert repr(ThroughputScheduler(costs)) == f"ThroughputScheduler({costs})"

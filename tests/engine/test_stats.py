@@ -103,3 +103,27 @@ def test_round_whose_block_was_drafted_and_cut_is_a_drafting_round():
     stats.record_round(0, 0, 1, has_drafted=True)
     assert (stats.drafting_rounds, stats.drafting_tokens, stats.mean_accepted_length) == (2, 5, 2.5)
     assert counts(stats) == ({0: 1, 1: 1, 2: 1},) * 3
+
+
+def test_repr_and_summary_can_be_read():
+    stats = counted((4, 2, 3), (4, 4, 5), (0, 0, 1))
+    stats.tokens += 1
+    stats.target_forwards, stats.draft_forwards = 4, 8
+    stats.seconds |= {"draft": 0.0123456, "verify": 0.0370368}
+    assert repr(stats) == (
+        "DecodingStats(tokens=10, rounds=3, drafting_rounds=2, target_forwards=4, draft_forwards=8, "
+        "mean_accepted_length=4.00, acceptance_rate=0.86, "
+        "seconds={'draft': 0.012, 'verify': 0.037, 'processors': 0.0, 'other': 0.0})"
+    )
+    assert stats.summary() == (
+        "10 tokens in 4 passes: 6 of 7 judged candidates kept (86%), 4.00 tokens per drafting round; "
+        "0.0494 s: draft 25%, verify 75%, processors 0%, other 0%."
+    )
+
+
+def test_summary_of_a_request_of_a_plain_run_and_of_nothing():
+    assert counted((0, 0, 1), (0, 0, 1)).summary() == "2 tokens in 2 rounds after the prompt."
+    assert counted((2, 1, 2)).summary() == (
+        "2 tokens in 1 round after the prompt: 1 of 2 judged candidates kept (50%), 2.00 tokens per drafting round."
+    )
+    assert DecodingStats().summary() == "0 tokens in 0 rounds after the prompt."

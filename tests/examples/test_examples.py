@@ -12,11 +12,11 @@ ROOT = Path(__file__).parents[2]
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 MAX_LINES = 40
 SAID = {
-    "batch_with_penalties": "passes over three rows",
+    "batch_with_penalties": "judged candidates kept",
     "evaluate_while_training": "% right",
     "speed_up_generate": "The same tokens: True",
     "stream_text": "[eos]",
-    "write_a_drafter": "candidates kept",
+    "write_a_drafter": "judged candidates kept",
 }
 
 

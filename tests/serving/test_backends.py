@@ -26,6 +26,22 @@ def test_kinds_differ_by_width_and_drafter():
     }
 
 
+def test_backends_show_model_drafter_and_width():
+    assert {kind: repr(backend_of(kind)) for kind in KINDS} == {
+        kind: f"GenerationBackend(LlamaForCausalLM, drafter={drafter}, max_batch_size={1 if kind == 'eager' else 8}, "
+        f"tokenizer={type(TOKENIZER).__name__})"
+        for kind, drafter in {
+            "eager": "None",
+            "batched": "None",
+            "lookup": "PromptLookupDrafter(num_assistant_tokens=5, max_ngram_size=3)",
+            "speculative": "CausalLMDrafter(LlamaForCausalLM, num_assistant_tokens=3, confidence_threshold=0.0, "
+            "is_heuristic=False, temperature=1.0)",
+            "dspark": "DSparkDrafter(DSparkModel, num_assistant_tokens=3, draft_length=VerifyAll(), "
+            "is_calibrated=False)",
+        }.items()
+    }
+
+
 @pytest.mark.parametrize("name", ["vllm", "", "Eager", None])
 def test_unknown_backend_is_refused_by_name(name):
     with pytest.raises(ValueError, match=r"\['batched', 'dspark', 'eager', 'speculative'\], but is " + repr(name)):
