@@ -127,10 +127,10 @@ class Request:
         seed (`int`, *optional*):
             Seeds this request's own random numbers, so that its text does not depend on what else is in the batch.
             Drawn from torch's default generator if the request samples and none is given.
-        batch ([`PaddedBatch`], *optional*), batch_row (`int`):
+        batch (`PaddedBatch`, *optional*), batch_row (`int`):
             Where the request's ids stand among requests that share their rules. By default the request stands alone:
             processors see its own ids without padding, and their failure fails this request only.
-        text ([`TextFollower`], *optional*):
+        text (`TextFollower`, *optional*):
             Finds stop strings in this request's text; not to be shared.
         keep_scores, keep_logits (`bool`, *optional*, defaults to `False`):
             Whether to keep, per emitted token, the processed and the raw scores of shape `(vocab,)`.

@@ -127,8 +127,9 @@ class DecodingStats:
             told += f", {self.mean_accepted_length:.2f} tokens per drafting round"
         total = sum(self.seconds.values())
         if total:
-            parts = ", ".join(f"{phase} {seconds / total:.0%}" for phase, seconds in self.seconds.items())
-            told += f"; {total:.3g} s: {parts}"
+            shares = {phase: seconds / total for phase, seconds in self.seconds.items()}
+            told += f"; {total:.3g} s"
+            told += "".join(f", {phase} {share:.0%}" for phase, share in shares.items() if share >= 0.01)
         return f"{told}."
 
     def __repr__(self) -> str:

@@ -117,7 +117,7 @@ def test_repr_and_summary_can_be_read():
     )
     assert stats.summary() == (
         "10 tokens in 4 passes: 6 of 7 judged candidates kept (86%), 4.00 tokens per drafting round; "
-        "0.0494 s: draft 25%, verify 75%, processors 0%, other 0%."
+        "0.0494 s, draft 25%, verify 75%."
     )
 
 
