@@ -5,7 +5,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.utils import ModelOutput
 
-from ..arguments import check_count, checked_number
+from ..arguments import check_count, checked_number, checked_probability
 from ..engine.batch import Rows, forward, forward_last, padded
 from ..engine.drafter import MAX_CANDIDATES, Drafter
 from ..engine.model_facts import execution_device, num_input_ids, vocab_size
@@ -30,9 +30,9 @@ class CausalLMDrafter(Drafter):
             The draft model. Its vocabulary may be padded to another size than the target's.
         num_assistant_tokens (`int`, *optional*, defaults to 5):
             Candidates per round, at most 63; at the start if the schedule is heuristic.
-        confidence_threshold (`float`, *optional*, defaults to 0.0):
-            A row stops drafting after a candidate whose probability under the draft is below this; that candidate is
-            kept, since dropping it would bias the output. 0 never stops.
+        probability_threshold (`float`, *optional*, defaults to 0.0):
+            In [0, 1], `assistant_confidence_threshold` of `generate`. A row stops drafting after a candidate whose
+            probability under the draft is below this; that candidate is kept, since dropping it would bias the output.
         schedule (`str`, *optional*, defaults to `"constant"`):
             `"heuristic"` adds 2 candidates to a row's block after a round in which all were accepted and takes 1 away
             otherwise; `"heuristic_transient"` is the same here, since nothing outlives a request.
@@ -48,26 +48,22 @@ class CausalLMDrafter(Drafter):
         self,
         model: PreTrainedModel,
         num_assistant_tokens: int = 5,
-        confidence_threshold: float = 0.0,
+        probability_threshold: float = 0.0,
         schedule: str = "constant",
         temperature: float = 1.0,
     ):
         if not isinstance(model, nn.Module) or not hasattr(model, "generate"):
             raise TypeError(f"A draft model has to be a causal language model, but is {type(model).__name__!r}.")
-        confidence_threshold = checked_number("assistant_confidence_threshold", confidence_threshold)
-        temperature = checked_number("temperature", temperature)
-        if not 0 <= confidence_threshold < 1:
-            raise ValueError(f"`assistant_confidence_threshold` has to be in [0, 1), but is {confidence_threshold!r}.")
         if schedule not in ("constant", "heuristic", "heuristic_transient"):
             raise ValueError(
                 "`num_assistant_tokens_schedule` has to be 'constant', 'heuristic' or 'heuristic_transient', "
                 f"but is {schedule!r}."
             )
-        if temperature < 0:
-            raise ValueError(f"`temperature` of a drafter has to be a finite number >= 0, but is {temperature!r}.")
+        if checked_number("temperature", temperature) < 0:
+            raise ValueError(f"`temperature` of a drafter has to be at least 0, but is {temperature!r}.")
         self.model: PreTrainedModel = model
         self.num_assistant_tokens = check_count("num_assistant_tokens", num_assistant_tokens, maximum=MAX_CANDIDATES)
-        self.confidence_threshold = confidence_threshold
+        self.probability_threshold = checked_probability("assistant_confidence_threshold", probability_threshold)
         self.is_heuristic = schedule != "constant"
         self.temperature = temperature
         self.num_forwards = 0
@@ -106,7 +102,7 @@ class CausalLMDrafter(Drafter):
                 break
             lengths += is_open
             token_ids = scores.argmax(dim=-1)
-            if is_sampling or self.confidence_threshold > 0:
+            if is_sampling or self.probability_threshold > 0:
                 probs = (scores / self.temperature if is_sampling else scores).softmax(dim=-1)
             if is_sampling:
                 sampling_rows = torch.tensor(do_sample, device=rows.device)
@@ -114,9 +110,9 @@ class CausalLMDrafter(Drafter):
                 distributions.append(probs)
             candidate_ids = torch.cat([candidate_ids, token_ids[:, None]], dim=1)
             is_open = is_open & (lengths < limits)
-            if self.confidence_threshold > 0:
-                confidence = probs.gather(1, token_ids[:, None])[:, 0]
-                is_open = is_open & (confidence >= self.confidence_threshold).cpu()
+            if self.probability_threshold > 0:
+                probability = probs.gather(1, token_ids[:, None])[:, 0]
+                is_open = is_open & (probability >= self.probability_threshold).cpu()
             if step + 1 == k or not bool(is_open.any()):
                 break
             logits = self._feed(rows, rows.span, token_ids[:, None], is_open.long())

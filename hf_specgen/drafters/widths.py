@@ -8,6 +8,7 @@ from heapq import heappop, heappush
 import torch
 from torch import Tensor
 
+from ..arguments import checked_probability
 from ..engine.width import DraftLengthPolicy
 from .step_costs import StepCosts
 
@@ -40,12 +41,7 @@ class ConfidenceThreshold(DraftLengthPolicy):
     needs_confidence = True
 
     def __init__(self, threshold: float):
-        message = f"`threshold` has to be in [0, 1], but is {threshold!r}."
-        if not isinstance(threshold, (int, float)) or isinstance(threshold, bool):
-            raise TypeError(message)
-        if not 0 <= threshold <= 1:
-            raise ValueError(message)
-        self.threshold = float(threshold)
+        self.threshold = checked_probability("threshold", threshold)
 
     def __repr__(self) -> str:
         return f"ConfidenceThreshold({self.threshold})"

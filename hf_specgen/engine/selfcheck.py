@@ -30,31 +30,52 @@ if hasattr(os, "register_at_fork"):  # another thread may hold it when a process
     os.register_at_fork(after_in_child=_check_lock._at_fork_reinit)  # type: ignore[attr-defined]
 
 
-def self_check(model: PreTrainedModel, role: str = "target") -> None:
+def ragged_problem(model: PreTrainedModel, role: str = "target", longest: int = 0) -> str | None:
     """
     Runs two ragged rows on a [`SlotCache`]. A target has to compute for them what plain passes compute for each alone;
     a draft model only has to run, since its target judges every candidate.
 
     Args:
-        model ([`~transformers.PreTrainedModel`]): a causal language model.
-        role (`str`, *optional*, defaults to `"target"`): or `"draft model"`.
+        model ([`~transformers.PreTrainedModel`]):
+            A causal language model.
+        role (`str`, *optional*, defaults to `"target"`):
+            `"target"` or `"draft model"`.
+        longest (`int`, *optional*, defaults to 0):
+            Up to how many tokens its rows can grow: windows are compared once they matter.
 
-    Raises:
-        `ValueError`: if it cannot, or if the logits differ, with the difference found.
+    Returns:
+        What is wrong, with the difference found; None if nothing is.
     """
-    with _check_lock:
-        if model in _checked[role]:
-            return
-    cache, difference = _compared(model, role)
-    if role == "target" and not difference <= _tolerance(cache):
-        raise ValueError(
-            f"`{type(model).__name__}` does not decode ragged rows as it decodes single ones: the logits differ by "
-            f"{difference:.2g} of their largest value. Use it without `enable_speculation`."
-        )
-    if is_sharded(model) and cache.sliding_window is not None:
-        _spares_prompt_of(model, cache.sliding_window, role)  # later, not all ranks might come to it
-    with _check_lock:
-        _checked[role].add(model)
+    try:
+        with _check_lock:
+            is_checked = model in _checked[role]
+        if not is_checked:
+            cache, difference = _compared(model, role)
+            if role == "target" and not difference <= _tolerance(cache):
+                return (
+                    f"`{type(model).__name__}` does not decode ragged rows as it decodes single ones: the logits "
+                    f"differ by {difference:.2g} of their largest value"
+                )
+            if is_sharded(model) and cache.sliding_window is not None:
+                _spares_prompt_of(model, cache.sliding_window, role)  # later, not all ranks might come to it
+            with _check_lock:
+                _checked[role].add(model)
+        if longest > 0:
+            check_window(model, SlotCache(model.config, num_rows=1), longest, role)
+    except RaggedError as error:
+        return str(error)
+    return None
+
+
+def self_check(model: PreTrainedModel, role: str = "target") -> None:
+    """Raises `ValueError` if the model cannot decode ragged rows; see `ragged_problem`."""
+    if problem := ragged_problem(model, role):
+        way_out = "another draft" if role == "draft model" else "it without `enable_speculation`"
+        raise ValueError(f"{problem}. Use {way_out}.")
+
+
+class RaggedError(ValueError):
+    """A model does not run on ragged rows, or not as on single ones."""
 
 
 def check_window(model: PreTrainedModel, cache: SlotCache, longest: int, role: str = "target") -> None:
@@ -82,10 +103,10 @@ def _spares_prompt_of(model: PreTrainedModel, window: int, role: str) -> bool:
             break
     best = min(differences, key=lambda kind: differences[kind])
     if role == "target" and not differences[best] <= _tolerance(cache):
-        raise ValueError(
+        raise RaggedError(
             f"`{type(model).__name__}` does not cut its sliding window of {window} tokens as a row of its own would: "
             f"the logits differ by {differences[best]:.2g} of their largest value. Keep prompt and budget within the "
-            "window."
+            "window"
         )
     with _check_lock:
         _spares_prompts[model] = best
@@ -104,7 +125,7 @@ def _compared(
     model: PreTrainedModel, role: str, window: int | None = None, spares_prompts: bool = False
 ) -> tuple[SlotCache, float]:
     """The cache of two ragged rows, past `window` if there is one, and how their logits differ from plain ones."""
-    with _in_eval_mode(model):
+    with in_eval_mode(model):
         try:
             cache = SlotCache(model.config, num_rows=2)
             cache.spares_prompts = spares_prompts
@@ -115,10 +136,8 @@ def _compared(
             expected = [plain(model, text) for text in texts]
             actual = _ragged_logits(model, cache, texts)
         except Exception as error:  # models raise whatever they like about inputs that they do not expect
-            way_out = "another draft" if role == "draft model" else "it without `enable_speculation`"
-            raise ValueError(
-                f"The {role} `{type(model).__name__}` cannot run on ragged rows ({type(error).__name__}: {error}). "
-                f"Use {way_out}."
+            raise RaggedError(
+                f"The {role} `{type(model).__name__}` cannot run on ragged rows ({type(error).__name__}: {error})"
             ) from error
     difference = max(float((a - e).abs().max()) for a, e in zip(actual, expected))
     largest = max(float(e.abs().max()) for e in expected)
@@ -157,7 +176,7 @@ def _ragged_logits(model: PreTrainedModel, cache: SlotCache, texts: list[list[in
 
 
 @contextmanager
-def _in_eval_mode(model: PreTrainedModel) -> Iterator[None]:
+def in_eval_mode(model: PreTrainedModel) -> Iterator[None]:
     flags = {module: module.training for module in model.modules() if module.training}
     try:
         for module in flags:

@@ -1,6 +1,8 @@
-"""What a call of `generate` gave as its drafter, and with which settings."""
+"""What a call of `generate` says about speculation, and the drafter that it asks for."""
 
-from dataclasses import dataclass
+import copy
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
 from typing import Any
 
 from torch._dynamo import OptimizedModule
@@ -11,79 +13,71 @@ from ..drafters.causal_lm import CausalLMDrafter
 from ..drafters.lookup import PromptLookupDrafter
 from ..drafters.widths import ConfidenceThreshold
 from ..dspark import DSparkDrafter, DSparkModel
-from ..engine.decoder import RoundHook
 from ..engine.drafter import MAX_CANDIDATES, Drafter
 from ..engine.model_facts import check_vocab_sizes, vocab_size
-
-ASSISTANT_SETTINGS = (
-    "num_assistant_tokens",
-    "num_assistant_tokens_schedule",
-    "assistant_confidence_threshold",
-    "max_matching_ngram_size",
-)
+from .wrappers import is_peft_model
 
 
 @dataclass(frozen=True)
 class SpeculationSettings:
     """
-    What the caller said about speculation, None where nothing: transformers would fill in its own defaults.
+    How to draft, under the names of [`~transformers.GenerationConfig`]; None where nobody said anything, where
+    transformers would fill in its own defaults.
 
-    Attributes:
-        said_in_call (`frozenset[str]`): names of settings given to this call, not by the model's own configuration.
-        on_round (`RoundHook`, *optional*), trace (`bool`): see [`Decoder`].
+    Args:
+        num_assistant_tokens (`int`, *optional*):
+            Candidates per round of a draft model.
+        num_assistant_tokens_schedule (`str`, *optional*):
+            Whether that number follows acceptance.
+        assistant_confidence_threshold (`float`, *optional*):
+            In [0, 1]. For a causal language model the least probability of a candidate behind which it goes on
+            drafting; for a DSpark drafter the least confidence of a candidate that is verified.
+        prompt_lookup_num_tokens (`int`, *optional*):
+            Candidates per round of prompt lookup.
+        max_matching_ngram_size (`int`, *optional*):
+            The longest n-gram that prompt lookup looks for.
+        given (`frozenset[str]`, *optional*):
+            Names of settings that the call itself gave, rather than the model's own configuration.
     """
 
     num_assistant_tokens: int | None = None
     num_assistant_tokens_schedule: str | None = None
     assistant_confidence_threshold: float | None = None
+    prompt_lookup_num_tokens: int | None = None
     max_matching_ngram_size: int | None = None
-    said_in_call: frozenset[str] = frozenset()
-    on_round: RoundHook | None = None
-    trace: bool = False
+    given: frozenset[str] = frozenset()
 
     @classmethod
     def of_call(
-        cls, kwargs: dict[str, Any], given: GenerationConfig | None, default: GenerationConfig
+        cls, kwargs: Mapping[str, Any], generation_config: GenerationConfig | None, default: GenerationConfig
     ) -> "SpeculationSettings":
         """
-        Reads the settings of a call and takes `on_round` and `trace` out of its keyword arguments.
+        What a call of `generate` says.
 
         Args:
-            kwargs (`dict[str, Any]`): the call's keyword arguments.
-            given ([`~transformers.GenerationConfig`], *optional*): the configuration given to the call.
+            kwargs (`Mapping[str, Any]`): its keyword arguments.
+            generation_config ([`~transformers.GenerationConfig`], *optional*): the one that it gave.
             default ([`~transformers.GenerationConfig`]): the model's own.
         """
-        hooks = {"on_round": kwargs.pop("on_round", None), "trace": kwargs.pop("trace", False)}
-        in_call = {name: _first(kwargs.get(name), getattr(given, name, None)) for name in ASSISTANT_SETTINGS}
-        said = {name: _first(value, getattr(default, name)) for name, value in in_call.items()}
-        names = frozenset(name for name, value in in_call.items() if value is not None)
-        return cls(**said, said_in_call=names, **hooks)
+        in_config = {} if generation_config is None else vars(generation_config)
+        in_call = {name: _first(kwargs.get(name), in_config.get(name)) for name in SETTING_NAMES}
+        values = {name: _first(value, vars(default).get(name)) for name, value in in_call.items()}
+        return cls(**values, given=frozenset(name for name, value in in_call.items() if value is not None))
 
-    def refuse_said(self, served: set[str], why: str) -> None:
-        """Raises `ValueError` if the call gave a setting outside `served`, rather than to drop it."""
-        if unserved := self.said_in_call - served:
-            raise ValueError(f"`{min(unserved)}` is given, but {why}.")
+    def refuse_given(self, served: set[str], why: str) -> None:
+        """Raises `ValueError` if the call gave a setting outside `served`, rather than to ignore it."""
+        if unserved := self.given - served:
+            name = min(unserved)
+            raise ValueError(f"`{name}` is given ({vars(self)[name]!r}), but {why}. Leave it out.")
+
+
+SETTING_NAMES = tuple(field.name for field in fields(SpeculationSettings) if field.name != "given")
+LOOKUP_SETTINGS = {"prompt_lookup_num_tokens", "max_matching_ngram_size"}
+MODEL_SETTINGS = set(SETTING_NAMES) - LOOKUP_SETTINGS
 
 
 def _first(*values: Any) -> Any:
     return next((value for value in values if value is not None), None)
-
-
-def reason_for_transformers(assistant_model: Any, config: GenerationConfig, has_own_tokenizer: bool) -> str | None:
-    """What asks for a drafter that only transformers' own loop knows, None if nothing does."""
-    if has_own_tokenizer:
-        return "the draft has another tokenizer (`assistant_tokenizer`)"
-    if config.assistant_early_exit is not None:
-        return "`assistant_early_exit` is set"
-    if config.use_mtp:
-        return "`use_mtp` is set"
-    if config.speculation_type is not None:
-        return f"`speculation_type` is {config.speculation_type!r}"
-    if assistant_model is None or drafts_its_own_way(assistant_model):
-        return None
-    if type(assistant_model).__name__.startswith("Gemma4Assistant") or not hasattr(assistant_model, "forward"):
-        return f"the drafter is a `{type(assistant_model).__name__}`"
-    return None
 
 
 def drafts_its_own_way(assistant_model: Any) -> bool:
@@ -100,38 +94,48 @@ def _dspark_model(assistant_model: Any) -> DSparkModel | None:
 def make_drafter(
     target: PreTrainedModel,
     assistant_model: Any,
-    config: GenerationConfig,
     settings: SpeculationSettings,
-    tokenizer: PreTrainedTokenizerBase | None,
+    tokenizer: PreTrainedTokenizerBase | None = None,
 ) -> Drafter:
     """
     The drafter that a call asks for, with its settings; the user's models are left as they are.
+
+    Args:
+        target ([`~transformers.PreTrainedModel`]):
+            The model that is drafted for.
+        assistant_model (*optional*):
+            A causal language model, a [`DSparkModel`] or a [`Drafter`]; None for prompt lookup.
+        settings ([`SpeculationSettings`]):
+            How to draft.
+        tokenizer ([`~transformers.PreTrainedTokenizerBase`], *optional*):
+            Tells whether vocabularies of different sizes are paddings of one.
 
     Raises:
         `ValueError` or `TypeError`: for settings that are wrong or that this drafter would ignore, and for a draft
             model with another vocabulary.
     """
-    num_lookup_tokens = config.prompt_lookup_num_tokens
     if assistant_model is None:
-        settings.refuse_said({"max_matching_ngram_size"}, "prompt lookup has no use for it")
-        check_count("prompt_lookup_num_tokens", num_lookup_tokens, maximum=MAX_CANDIDATES)
-        return PromptLookupDrafter(num_lookup_tokens, _first(settings.max_matching_ngram_size, 3))
-    if num_lookup_tokens is not None:
+        settings.refuse_given(LOOKUP_SETTINGS, "prompt lookup has no use for it")
+        num_tokens = check_count(
+            "prompt_lookup_num_tokens", settings.prompt_lookup_num_tokens, maximum=MAX_CANDIDATES
+        )
+        return PromptLookupDrafter(num_tokens, _first(settings.max_matching_ngram_size, 3))
+    if settings.prompt_lookup_num_tokens is not None:
         raise ValueError("Give either `assistant_model` or `prompt_lookup_num_tokens`, not both.")
     if isinstance(assistant_model, Drafter):
-        settings.refuse_said(set(), "a `Drafter` carries its own settings")
+        settings.refuse_given(set(), "a `Drafter` carries its own settings")
         return assistant_model
+    settings.refuse_given(MODEL_SETTINGS, "a draft model has no use for it")
     if (dspark_model := _dspark_model(assistant_model)) is not None:
         return _dspark_drafter(dspark_model, settings)
-    is_model = isinstance(assistant_model, (PreTrainedModel, OptimizedModule))
-    if not is_model and not hasattr(assistant_model, "get_base_model"):
+    if not isinstance(assistant_model, PreTrainedModel | OptimizedModule) and not is_peft_model(assistant_model):
         raise TypeError(f"`assistant_model` has to be a model or a `Drafter`, but is {assistant_model!r}.")
-    _check_vocabularies(target, assistant_model, tokenizer)
+    check_vocab_sizes(vocab_size(target), vocab_size(assistant_model), None if tokenizer is None else len(tokenizer))
     own = assistant_model.generation_config
     asked: dict[str, Any] = {
         "num_assistant_tokens": _first(settings.num_assistant_tokens, own.num_assistant_tokens),
         "schedule": _first(settings.num_assistant_tokens_schedule, own.num_assistant_tokens_schedule),
-        "confidence_threshold": _first(settings.assistant_confidence_threshold, own.assistant_confidence_threshold),
+        "probability_threshold": _first(settings.assistant_confidence_threshold, own.assistant_confidence_threshold),
     }
     return CausalLMDrafter(assistant_model, **{name: value for name, value in asked.items() if value is not None})
 
@@ -142,17 +146,27 @@ def _dspark_drafter(model: DSparkModel, settings: SpeculationSettings) -> DSpark
             "`num_assistant_tokens_schedule` has to be 'constant' for a DSpark drafter, whose block is always drafted "
             f"whole, but is {settings.num_assistant_tokens_schedule!r}."
         )
-    if settings.max_matching_ngram_size is not None:
-        raise ValueError("`max_matching_ngram_size` is for prompt lookup; a DSpark drafter has no use for it.")
     model.check_generation_config()
-    threshold = _first(settings.assistant_confidence_threshold, model.confidence_threshold)
-    threshold = checked_probability("assistant_confidence_threshold", threshold)
+    threshold = checked_probability(
+        "assistant_confidence_threshold", _first(settings.assistant_confidence_threshold, model.confidence_threshold)
+    )
     policy = ConfidenceThreshold(threshold) if threshold > 0 else None
     count = _first(settings.num_assistant_tokens, model.generation_config.num_assistant_tokens)
     return DSparkDrafter(model, count, policy)
 
 
-def _check_vocabularies(target: PreTrainedModel, draft: Any, tokenizer: PreTrainedTokenizerBase | None) -> None:
-    """Lets pass vocabularies of one tokenizer that are padded to different sizes."""
-    target_size, draft_size = map(vocab_size, (target, draft))
-    check_vocab_sizes(target_size, draft_size, None if tokenizer is None else len(tokenizer))
+def with_settings(assistant_model: Any, settings: SpeculationSettings) -> Any:
+    """
+    What transformers' own loop is given as its draft: a view of the model whose configuration holds the call's settings,
+    since that loop reads no others. The model itself stays as it is.
+    """
+    said = {name: vars(settings)[name] for name in sorted(MODEL_SETTINGS) if vars(settings)[name] is not None}
+    is_dspark = isinstance(assistant_model, DSparkModel)
+    if not said or not (is_dspark or isinstance(assistant_model, PreTrainedModel)):
+        return assistant_model
+    view = copy.copy(assistant_model)
+    if is_dspark and "assistant_confidence_threshold" in said:
+        view.confidence_threshold = said.pop("assistant_confidence_threshold")
+    view.generation_config = copy.deepcopy(assistant_model.generation_config)
+    view.generation_config.update(**said)
+    return view

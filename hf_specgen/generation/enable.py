@@ -1,15 +1,17 @@
-"""Door one: `model.generate(..., assistant_model=draft)` on our loop.
+"""Entry point one: `model.generate(..., assistant_model=draft)` on our loop.
 
 `enable_speculation` swaps the instance's class for a subclass in which `_assisted_decoding` runs the [`Decoder`]. By
 then `generate` has prepared processors, criteria and inputs, so what a user can ask of it works here too.
 """
 
-from dataclasses import dataclass
+import copy
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
 from typing import Any, SupportsIndex, TypeVar
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
-from torch._dynamo import OptimizedModule
 from transformers import (
     GenerationConfig,
     GenerationMixin,
@@ -19,13 +21,22 @@ from transformers import (
     StoppingCriteriaList,
 )
 from transformers.generation import BaseStreamer, GenerateDecoderOnlyOutput, GenerationMode
+from transformers.utils import logging
 
+from ..engine.decoder import Decoder
 from ..engine.request import Request
 from ..engine.stats import DecodingStats
 from .call import AssistedCall
-from .choice import SpeculationSettings, drafts_its_own_way, make_drafter, reason_for_transformers
+from .choice import SpeculationSettings, drafts_its_own_way, make_drafter, with_settings
+from .peers import Peers, share_refusal
+from .route import Asked, Inputs, Route, Server, route_of_inputs, route_of_settings, try_transformers
+from .trial import TrialCall
+from .wrappers import remove_adapter_hooks, unwrap
 
 ModelT = TypeVar("ModelT")
+BATCHED_INPUTS = ("input_ids", "attention_mask", "inputs_embeds", "decoder_input_ids")
+
+logger = logging.get_logger(__name__)
 
 
 @dataclass
@@ -42,6 +53,14 @@ class SpeculativeDecoderOnlyOutput(GenerateDecoderOnlyOutput):
     speculation_stats: DecodingStats | None = None
 
 
+@dataclass(frozen=True)
+class _Prepared:
+    """What a prepared generation config carries through `generate`."""
+
+    asked: Asked
+    route: Route | None = None
+
+
 class SpeculationMixin(GenerationMixin):
     """The three methods of `GenerationMixin` that speculation overrides."""
 
@@ -51,36 +70,65 @@ class SpeculationMixin(GenerationMixin):
         self, generation_config: GenerationConfig | None, **kwargs: Any
     ) -> tuple[GenerationConfig, dict]:
         self.__dict__.pop("speculation_stats", None)
-        settings = SpeculationSettings.of_call(kwargs, generation_config, self.generation_config)
+        hooks = {"on_round": kwargs.pop("on_round", None), "trace": kwargs.pop("trace", False)}
+        earlier: _Prepared | None = None if generation_config is None else _taken_from(generation_config)
+        if earlier is not None:  # a model whose own `generate` prepares what was already prepared
+            generation_config = copy.copy(generation_config)
+            del generation_config._speculation
+            asked = earlier.asked
+        else:
+            asked = Asked(SpeculationSettings.of_call(kwargs, generation_config, self.generation_config), **hooks)
         prepared, model_kwargs = super()._prepare_generation_config(generation_config, **kwargs)
-        prepared._speculation = settings
+        num_rows = next((len(kwargs[name]) for name in BATCHED_INPUTS if kwargs.get(name) is not None), None)
+        if num_rows is not None:
+            asked = replace(asked, num_rows=num_rows * (prepared.num_return_sequences or 1))
+        prepared._speculation = _Prepared(asked)
         return prepared, model_kwargs
 
     def _validate_generation_mode(
         self, generation_mode: GenerationMode, generation_config: GenerationConfig, generation_mode_kwargs: dict
     ) -> None:
+        synced_gpus = bool(generation_mode_kwargs.get("synced_gpus"))
+        try:
+            asked = self._asked(generation_mode, generation_config, generation_mode_kwargs)
+            if asked is None:
+                super()._validate_generation_mode(generation_mode, generation_config, generation_mode_kwargs)
+                return
+            if generation_config.use_cache is False:
+                logger.warning_once("`use_cache=False` is ignored: speculative decoding runs with the cache on.")
+                generation_config.use_cache = True
+            route = route_of_settings(self, asked, generation_config)
+            route.raise_if_refused()
+            generation_config._speculation = _Prepared(asked, route)
+        except Exception as error:
+            remove_adapter_hooks(self)
+            if synced_gpus and generation_mode == GenerationMode.ASSISTED_GENERATION:
+                share_refusal(error)
+            raise
+
+    def _asked(
+        self, generation_mode: GenerationMode, generation_config: GenerationConfig, generation_mode_kwargs: dict
+    ) -> Asked | None:
+        """What a call with a drafter asks for, None if it has none."""
         assistant_model = generation_mode_kwargs.get("assistant_model")
         is_drafter = drafts_its_own_way(assistant_model) or hasattr(assistant_model, "generate")
         if assistant_model is not None and not is_drafter:
             raise TypeError(
                 f"`assistant_model` has to be a causal language model or a `Drafter`, but is {assistant_model!r}."
             )
-        has_drafter = (
-            "assistant_model" in generation_mode_kwargs or generation_config.prompt_lookup_num_tokens is not None
-        )
-        is_assisted = generation_mode == GenerationMode.ASSISTED_GENERATION
-        if has_drafter and not is_assisted:
+        asked = generation_config._speculation.asked
+        if generation_mode == GenerationMode.ASSISTED_GENERATION:
+            names = ("assistant_model", "assistant_tokenizer", "tokenizer", "streamer")
+            given = {name: generation_mode_kwargs.get(name) for name in names}
+            return replace(asked, **given, synced_gpus=bool(generation_mode_kwargs.get("synced_gpus")))
+        if assistant_model is not None or generation_config.prompt_lookup_num_tokens is not None:
             raise ValueError(
                 "Speculative decoding knows greedy search and sampling, but the settings ask for "
                 f"{generation_mode.value!r}. Drop the drafter or set `num_beams=1`."
             )
-        settings: SpeculationSettings = generation_config._speculation
-        if not is_assisted and (settings.on_round is not None or settings.trace):
+        if asked.on_round is not None or asked.trace:
             raise ValueError("`on_round` and `trace` need `assistant_model` or `prompt_lookup_num_tokens`.")
-        has_own_tokenizer = "assistant_tokenizer" in generation_mode_kwargs
-        reason = reason_for_transformers(assistant_model, generation_config, has_own_tokenizer)
-        if not is_assisted or reason is not None:
-            super()._validate_generation_mode(generation_mode, generation_config, generation_mode_kwargs)
+        return None
 
     def _assisted_decoding(
         self,
@@ -96,42 +144,66 @@ class SpeculationMixin(GenerationMixin):
         tokenizer: PreTrainedTokenizerBase | None = None,
         **model_kwargs: Any,
     ) -> SpeculativeDecoderOnlyOutput | Tensor:
-        settings: SpeculationSettings = generation_config._speculation
-        call = AssistedCall(self, input_ids, generation_config, logits_processor, stopping_criteria, model_kwargs)
-        if call.is_handed_over(assistant_model, assistant_tokenizer, synced_gpus, settings):
-            del generation_config._speculation  # transformers copies the configuration for its drafters
-            return super()._assisted_decoding(
-                input_ids,
-                logits_processor,
-                stopping_criteria,
-                generation_config,
-                synced_gpus=synced_gpus,
-                streamer=streamer,
-                inputs_tensor=inputs_tensor,
-                assistant_model=assistant_model,
-                assistant_tokenizer=assistant_tokenizer,
-                tokenizer=tokenizer,
-                **model_kwargs,
-            )
-        if streamer is not None and len(input_ids) > 1:
-            raise ValueError(f"`streamer` works with one row at a time, but the batch has {len(input_ids)} rows.")
-        drafter = make_drafter(self, assistant_model, generation_config, settings, tokenizer)
-        requests = call.make_requests()
-        decoder = call.make_decoder(drafter, settings)
-
-        def has_unfinished_peers(is_busy: bool) -> bool:
-            return self._has_unfinished_sequences(not is_busy, synced_gpus, self.device)
-
-        num_streamed = 0
-        for _ in decoder.run(requests, has_unfinished_peers):
-            if streamer is not None:
-                for token_id in requests[0].token_ids[num_streamed:]:
-                    streamer.put(torch.tensor([token_id]))
-                num_streamed = len(requests[0].token_ids)
-        if streamer is not None:
-            streamer.end()
+        prepared: _Prepared = generation_config._speculation
+        del generation_config._speculation  # transformers copies the configuration for its drafters
+        inputs = Inputs(input_ids, logits_processor, stopping_criteria, model_kwargs)
+        try:
+            assert prepared.route is not None, "`generate` validates before it decodes"
+            route = route_of_inputs(prepared.route, self, prepared.asked, generation_config, inputs)
+            route.raise_if_refused()
+            if route.server is Server.TRANSFORMERS:
+                return self._decode_by_transformers(route, prepared.asked, generation_config, inputs, inputs_tensor)
+            call = AssistedCall(self, inputs, generation_config)
+            drafter = make_drafter(self, assistant_model, prepared.asked.settings, tokenizer)
+            requests = call.make_requests()
+            decoder = call.make_decoder(drafter, prepared.asked)
+        except Exception as error:
+            remove_adapter_hooks(self)
+            if synced_gpus:
+                share_refusal(error)
+            raise
+        if synced_gpus:
+            share_refusal(None)
+        self._decode(decoder, requests, streamer, synced_gpus)
         self.speculation_stats = decoder.stats
         return _output(call, requests, decoder.stats)
+
+    def _decode(
+        self, decoder: Decoder, requests: list[Request], streamer: BaseStreamer | None, synced_gpus: bool
+    ) -> None:
+        num_streamed = 0
+        with Peers(self) if synced_gpus else nullcontext() as peers:
+            for _ in decoder.run(requests, None if peers is None else peers.have_unfinished):
+                if streamer is not None:
+                    for token_id in requests[0].token_ids[num_streamed:]:
+                        streamer.put(torch.tensor([token_id]))
+                    num_streamed = len(requests[0].token_ids)
+        if streamer is not None:
+            streamer.end()
+
+    def _decode_by_transformers(
+        self, route: Route, asked: Asked, config: GenerationConfig, inputs: Inputs, inputs_tensor: Tensor | None
+    ) -> GenerateDecoderOnlyOutput | Tensor:
+        drafting = {
+            "assistant_model": with_settings(asked.assistant_model, asked.settings),
+            "assistant_tokenizer": asked.assistant_tokenizer,
+            "tokenizer": asked.tokenizer,
+        }
+        given = {name: value for name, value in drafting.items() if value is not None}
+        super()._validate_generation_mode(GenerationMode.ASSISTED_GENERATION, config, given)
+        assisted = super()._assisted_decoding
+        arguments = {**drafting, "inputs_tensor": inputs_tensor}
+        trial = TrialCall(self, assisted, inputs.input_ids, config, arguments, inputs.model_kwargs)
+        try_transformers(route, trial, asked.assistant_model).raise_if_refused()
+        return assisted(
+            inputs.input_ids,
+            inputs.logits_processor,
+            inputs.stopping_criteria,
+            config,
+            streamer=asked.streamer,
+            **arguments,
+            **inputs.model_kwargs,
+        )
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> tuple:
         base = type(self).__mro__[2]
@@ -140,28 +212,35 @@ class SpeculationMixin(GenerationMixin):
         return _rebuild, (base,), self.__dict__.copy()
 
 
+def _taken_from(generation_config: GenerationConfig) -> _Prepared | None:
+    return vars(generation_config).get("_speculation")
+
+
 def _output(
     call: AssistedCall, requests: list[Request], stats: DecodingStats
 ) -> SpeculativeDecoderOnlyOutput | Tensor:
-    sequences, config = call.sequences(requests), call.config
+    sequences, config, pad_token_id = call.sequences(requests), call.config, requests[0].batch.pad_token_id
     if not config.return_dict_in_generate:
         return sequences
+    scores, logits = ([getattr(request, name) for request in requests] for name in ("scores", "logits"))
     return SpeculativeDecoderOnlyOutput(
         sequences=sequences,
-        scores=call.stacked([request.scores for request in requests]) if config.output_scores else None,
-        logits=call.stacked([request.logits for request in requests]) if config.output_logits else None,
+        scores=call.stacked(scores, pad_token_id) if config.output_scores else None,
+        logits=call.stacked(logits, pad_token_id) if config.output_logits else None,
         speculation_stats=stats,
     )
 
 
-_subclasses: dict[type, type] = {}
+# A class lives as long as its models: neither it nor its base is held by this table.
+_subclasses: "WeakValueDictionary[type, type]" = WeakValueDictionary()
 
 
 def _speculative_class(base: type) -> type:
-    if base not in _subclasses:
+    subclass = _subclasses.get(base)
+    if subclass is None:
         names = {"__module__": base.__module__, "__qualname__": base.__qualname__, "__doc__": base.__doc__}
-        _subclasses[base] = type(base.__name__, (SpeculationMixin, base), names)
-    return _subclasses[base]
+        subclass = _subclasses[base] = type(base.__name__, (SpeculationMixin, base), names)
+    return subclass
 
 
 def _rebuild(base: type) -> PreTrainedModel:
@@ -183,7 +262,7 @@ def enable_speculation(model: ModelT) -> ModelT:
     [`Drafter`].
 
     Args:
-        model ([`~transformers.PreTrainedModel`], `PeftModel` or compiled module):
+        model ([`~transformers.PreTrainedModel`], `PeftModel`, or a compiled or data-parallel module):
             A causal language model; wrappers are looked through.
 
     Returns:
@@ -222,20 +301,4 @@ def disable_speculation(model: ModelT) -> ModelT:
         raise ValueError(
             f"The model's class was changed to {type(target).__name__!r} after `enable_speculation`; undo that first."
         )
-    return model
-
-
-def unwrap(model: Any) -> PreTrainedModel:
-    """The transformers model inside a compiled module or a `PeftModel`."""
-    if isinstance(model, OptimizedModule):
-        return unwrap(model._orig_mod)
-    if hasattr(model, "peft_config") and hasattr(model, "get_base_model"):
-        if any(config.is_prompt_learning for config in model.peft_config.values()):
-            raise ValueError(
-                "PEFT models that learn a prompt build their inputs where speculation cannot follow. Use LoRA or "
-                "another method that changes layers."
-            )
-        return unwrap(model.get_base_model())
-    if not isinstance(model, PreTrainedModel) or not model.can_generate():
-        raise TypeError(f"Speculation needs a transformers model that can generate, but got {type(model).__name__!r}.")
     return model

@@ -5,15 +5,14 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..drafters.lookup import PromptLookupDrafter
 from ..dspark import DSparkDrafter, DSparkModel
 from ..engine.decoder import Decoder
 from ..engine.drafter import Drafter
 from ..engine.scheduler import CacheLimits
-from ..generation.choice import SpeculationSettings, make_drafter
-from ..generation.enable import unwrap
+from ..generation import SpeculationSettings, make_drafter, unwrap
 from .backend import GenerationBackend
 from .prompt_encoder import PromptEncoder
 
@@ -41,8 +40,8 @@ def _any_drafter(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, set
         if "assistant_confidence_threshold" in given:
             raise ValueError("`assistant_confidence_threshold` needs a `draft_model`.")
         return PromptLookupDrafter(DEFAULT_LOOKUP_TOKENS if count is None else count)
-    wanted = SpeculationSettings(**given, said_in_call=frozenset(given))
-    return make_drafter(model, draft_model, GenerationConfig(), wanted, tokenizer)
+    wanted = SpeculationSettings(**given, given=frozenset(given))
+    return make_drafter(model, draft_model, wanted, tokenizer)
 
 
 def _dspark_drafter(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, settings: Settings) -> Drafter:
