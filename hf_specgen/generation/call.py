@@ -125,7 +125,7 @@ class AssistedCall:
         return torch.cat([self.input_ids, torch.tensor(generated, device=self.input_ids.device)], dim=1)
 
     def stacked(self, rows: list[list[Tensor]], pad_token_id: int) -> tuple[Tensor, ...]:
-        """The scores of all rows by step, each of shape `(rows, vocab)`; finished rows get 0 at pad and -inf elsewhere."""
+        """The scores of all rows by step, each `(rows, vocab)`; finished rows get 0 at pad and -inf elsewhere."""
         sample = next(scores[0] for scores in rows if scores)
         finished = torch.full_like(sample, -torch.inf)
         finished[pad_token_id] = 0.0

@@ -157,8 +157,8 @@ def _dspark_drafter(model: DSparkModel, settings: SpeculationSettings) -> DSpark
 
 def with_settings(assistant_model: Any, settings: SpeculationSettings) -> Any:
     """
-    What transformers' own loop is given as its draft: a view of the model whose configuration holds the call's settings,
-    since that loop reads no others. The model itself stays as it is.
+    What transformers' own loop is given as its draft: a view of the model whose configuration holds the call's
+    settings, since that loop reads no others. The model itself stays as it is.
     """
     said = {name: vars(settings)[name] for name in sorted(MODEL_SETTINGS) if vars(settings)[name] is not None}
     is_dspark = isinstance(assistant_model, DSparkModel)

@@ -90,7 +90,7 @@ class SpeculationMixin(GenerationMixin):
     ) -> None:
         synced_gpus = bool(generation_mode_kwargs.get("synced_gpus"))
         try:
-            asked = self._asked(generation_mode, generation_config, generation_mode_kwargs)
+            asked = _asked(generation_mode, generation_config, generation_mode_kwargs)
             if asked is None:
                 super()._validate_generation_mode(generation_mode, generation_config, generation_mode_kwargs)
                 return
@@ -105,30 +105,6 @@ class SpeculationMixin(GenerationMixin):
             if synced_gpus and generation_mode == GenerationMode.ASSISTED_GENERATION:
                 share_refusal(error)
             raise
-
-    def _asked(
-        self, generation_mode: GenerationMode, generation_config: GenerationConfig, generation_mode_kwargs: dict
-    ) -> Asked | None:
-        """What a call with a drafter asks for, None if it has none."""
-        assistant_model = generation_mode_kwargs.get("assistant_model")
-        is_drafter = drafts_its_own_way(assistant_model) or hasattr(assistant_model, "generate")
-        if assistant_model is not None and not is_drafter:
-            raise TypeError(
-                f"`assistant_model` has to be a causal language model or a `Drafter`, but is {assistant_model!r}."
-            )
-        asked = generation_config._speculation.asked
-        if generation_mode == GenerationMode.ASSISTED_GENERATION:
-            names = ("assistant_model", "assistant_tokenizer", "tokenizer", "streamer")
-            given = {name: generation_mode_kwargs.get(name) for name in names}
-            return replace(asked, **given, synced_gpus=bool(generation_mode_kwargs.get("synced_gpus")))
-        if assistant_model is not None or generation_config.prompt_lookup_num_tokens is not None:
-            raise ValueError(
-                "Speculative decoding knows greedy search and sampling, but the settings ask for "
-                f"{generation_mode.value!r}. Drop the drafter or set `num_beams=1`."
-            )
-        if asked.on_round is not None or asked.trace:
-            raise ValueError("`on_round` and `trace` need `assistant_model` or `prompt_lookup_num_tokens`.")
-        return None
 
     def _assisted_decoding(
         self,
@@ -152,7 +128,20 @@ class SpeculationMixin(GenerationMixin):
             route = route_of_inputs(prepared.route, self, prepared.asked, generation_config, inputs)
             route.raise_if_refused()
             if route.server is Server.TRANSFORMERS:
-                return self._decode_by_transformers(route, prepared.asked, generation_config, inputs, inputs_tensor)
+                assisted, drafting = super()._assisted_decoding, _drafting(prepared.asked, inputs_tensor)
+                given = {name: value for name, value in drafting.items() if value is not None}
+                super()._validate_generation_mode(GenerationMode.ASSISTED_GENERATION, generation_config, given)
+                trial = TrialCall(self, assisted, input_ids, generation_config, drafting, model_kwargs)
+                try_transformers(route, trial, assistant_model).raise_if_refused()
+                return assisted(
+                    input_ids,
+                    logits_processor,
+                    stopping_criteria,
+                    generation_config,
+                    streamer=streamer,
+                    **drafting,
+                    **model_kwargs,
+                )
             call = AssistedCall(self, inputs, generation_config)
             drafter = make_drafter(self, assistant_model, prepared.asked.settings, tokenizer)
             requests = call.make_requests()
@@ -164,52 +153,62 @@ class SpeculationMixin(GenerationMixin):
             raise
         if synced_gpus:
             share_refusal(None)
-        self._decode(decoder, requests, streamer, synced_gpus)
+        _decode(decoder, requests, streamer, synced_gpus)
         self.speculation_stats = decoder.stats
         return _output(call, requests, decoder.stats)
-
-    def _decode(
-        self, decoder: Decoder, requests: list[Request], streamer: BaseStreamer | None, synced_gpus: bool
-    ) -> None:
-        num_streamed = 0
-        with Peers(self) if synced_gpus else nullcontext() as peers:
-            for _ in decoder.run(requests, None if peers is None else peers.have_unfinished):
-                if streamer is not None:
-                    for token_id in requests[0].token_ids[num_streamed:]:
-                        streamer.put(torch.tensor([token_id]))
-                    num_streamed = len(requests[0].token_ids)
-        if streamer is not None:
-            streamer.end()
-
-    def _decode_by_transformers(
-        self, route: Route, asked: Asked, config: GenerationConfig, inputs: Inputs, inputs_tensor: Tensor | None
-    ) -> GenerateDecoderOnlyOutput | Tensor:
-        drafting = {
-            "assistant_model": with_settings(asked.assistant_model, asked.settings),
-            "assistant_tokenizer": asked.assistant_tokenizer,
-            "tokenizer": asked.tokenizer,
-        }
-        given = {name: value for name, value in drafting.items() if value is not None}
-        super()._validate_generation_mode(GenerationMode.ASSISTED_GENERATION, config, given)
-        assisted = super()._assisted_decoding
-        arguments = {**drafting, "inputs_tensor": inputs_tensor}
-        trial = TrialCall(self, assisted, inputs.input_ids, config, arguments, inputs.model_kwargs)
-        try_transformers(route, trial, asked.assistant_model).raise_if_refused()
-        return assisted(
-            inputs.input_ids,
-            inputs.logits_processor,
-            inputs.stopping_criteria,
-            config,
-            streamer=asked.streamer,
-            **arguments,
-            **inputs.model_kwargs,
-        )
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> tuple:
         base = type(self).__mro__[2]
         if _subclasses.get(base) is not type(self):  # another library has made a class of ours
             return super().__reduce_ex__(protocol)
         return _rebuild, (base,), self.__dict__.copy()
+
+
+def _asked(
+    generation_mode: GenerationMode, generation_config: GenerationConfig, generation_mode_kwargs: dict
+) -> Asked | None:
+    """What a call with a drafter asks for, None if it has none."""
+    assistant_model = generation_mode_kwargs.get("assistant_model")
+    is_drafter = drafts_its_own_way(assistant_model) or hasattr(assistant_model, "generate")
+    if assistant_model is not None and not is_drafter:
+        raise TypeError(
+            f"`assistant_model` has to be a causal language model or a `Drafter`, but is {assistant_model!r}."
+        )
+    asked = generation_config._speculation.asked
+    if generation_mode == GenerationMode.ASSISTED_GENERATION:
+        names = ("assistant_model", "assistant_tokenizer", "tokenizer", "streamer")
+        given = {name: generation_mode_kwargs.get(name) for name in names}
+        return replace(asked, **given, synced_gpus=bool(generation_mode_kwargs.get("synced_gpus")))
+    if assistant_model is not None or generation_config.prompt_lookup_num_tokens is not None:
+        raise ValueError(
+            "Speculative decoding knows greedy search and sampling, but the settings ask for "
+            f"{generation_mode.value!r}. Drop the drafter or set `num_beams=1`."
+        )
+    if asked.on_round is not None or asked.trace:
+        raise ValueError("`on_round` and `trace` need `assistant_model` or `prompt_lookup_num_tokens`.")
+    return None
+
+
+def _decode(decoder: Decoder, requests: list[Request], streamer: BaseStreamer | None, synced_gpus: bool) -> None:
+    num_streamed = 0
+    with Peers(decoder.model) if synced_gpus else nullcontext() as peers:
+        for _ in decoder.run(requests, None if peers is None else peers.have_unfinished):
+            if streamer is not None:
+                for token_id in requests[0].token_ids[num_streamed:]:
+                    streamer.put(torch.tensor([token_id]))
+                num_streamed = len(requests[0].token_ids)
+    if streamer is not None:
+        streamer.end()
+
+
+def _drafting(asked: Asked, inputs_tensor: Tensor | None) -> dict[str, Any]:
+    """The arguments by which transformers' own loop drafts."""
+    return {
+        "assistant_model": with_settings(asked.assistant_model, asked.settings),
+        "assistant_tokenizer": asked.assistant_tokenizer,
+        "tokenizer": asked.tokenizer,
+        "inputs_tensor": inputs_tensor,
+    }
 
 
 def _taken_from(generation_config: GenerationConfig) -> _Prepared | None:

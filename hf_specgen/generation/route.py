@@ -1,7 +1,7 @@
 """Who serves a call of `generate` with a drafter: this package's loop, transformers' own, or nobody.
 
-Decided once per call and in this file only. What the model and the settings say is known before `generate` prepares its
-inputs, which may run an encoder; what the inputs say comes after.
+Decided once per call and in this file only. What the model and the settings say is known before `generate` prepares
+its inputs, which may run an encoder; what the inputs say comes after.
 """
 
 from dataclasses import dataclass, replace

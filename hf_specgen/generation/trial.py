@@ -1,7 +1,7 @@
 """Whether transformers' own assisted decoding is right for a call, seen rather than known from names.
 
-The first tokens of the call itself, greedy: once by plain `generate`, once by assisted decoding with candidates of which
-some are right and some are wrong, once with the call's own drafter. Once per model and kind of inputs.
+The first tokens of the call itself, greedy: once by plain `generate`, once by assisted decoding with candidates of
+which some are right and some are wrong, once with the call's own drafter. Once per model and kind of inputs.
 """
 
 import copy
@@ -22,13 +22,13 @@ from transformers import (
 )
 from transformers.cache_utils import get_layer_types_and_kwargs
 from transformers.generation.stopping_criteria import MaxLengthCriteria
+from transformers.utils import ModelOutput
 
 from ..engine.model_facts import context_length, execution_device
 from ..engine.selfcheck import in_eval_mode
 
 NUM_TRIED = 8
 BEYOND_WINDOW = 4  # tokens of the prompt that is tried behind a sliding window
-HALF_PRECISION_GAP = 0.02  # of the largest score: what two kernels may differ by
 OWN_DRAFTERS = {
     "prompt_lookup_num_tokens": None,
     "assistant_early_exit": None,
@@ -109,19 +109,34 @@ def _beyond(call: TrialCall, window: int) -> TrialCall:
     return TrialCall(call.model, call.assisted, input_ids, call.generation_config, call.drafting, model_kwargs)
 
 
+@dataclass(frozen=True)
+class _Text:
+    token_ids: list[int]
+    logits: list[Tensor]  # each (vocab,)
+
+
+def _tolerance(model: PreTrainedModel) -> float:
+    """What the scores of two kernels may differ by, as a part of the largest."""
+    return 1e-3 if model.dtype in (torch.float32, torch.float64) else 0.1
+
+
 @torch.no_grad()
 def _tried(call: TrialCall) -> str | None:
     with in_eval_mode(call.model):
         config = _trial_config(call)
-        expected, scores = _plain(call, config)
+        expected = _plain(call, config)
         guessed = copy.copy(config)
         guessed.update(**OWN_DRAFTERS)
-        for drafting, own in (({"assistant_model": _Guesses(call, expected)}, guessed), (call.drafting, config)):
+        guesses = {
+            "assistant_model": _Guesses(call, expected.token_ids),
+            "inputs_tensor": call.drafting["inputs_tensor"],
+        }
+        for drafting, own in ((guesses, guessed), (call.drafting, config)):
             try:
                 found = _assisted(call, own, drafting)
             except Exception as error:  # whatever it is, a call would meet it
-                return f"fails with {type(error).__name__}: {error}"
-            if (problem := _difference(expected, found, scores, call.model.dtype)) is not None:
+                return f"fails with {type(error).__name__}: {str(error).rstrip('.')}"
+            if (problem := _difference(expected, found, _tolerance(call.model))) is not None:
                 return problem
     return None
 
@@ -132,7 +147,7 @@ def _trial_config(call: TrialCall) -> GenerationConfig:
     room = (context_length(call.model) or torch.inf) - call.input_ids.shape[1]
     config.max_length = call.input_ids.shape[1] + int(max(1, min(NUM_TRIED, room)))
     config.do_sample = config.output_scores = config.output_attentions = config.output_hidden_states = False
-    config.return_dict_in_generate = config.output_logits = False
+    config.return_dict_in_generate = config.output_logits = True
     config._eos_token_tensor = None
     return config
 
@@ -151,27 +166,33 @@ def _arguments(call: TrialCall, config: GenerationConfig) -> dict[str, Any]:
     }
 
 
-def _plain(call: TrialCall, config: GenerationConfig) -> tuple[list[int], list[Tensor]]:
-    config = copy.copy(config)
-    config.return_dict_in_generate = config.output_logits = True
-    outputs = call.model._sample(**_arguments(call, config), synced_gpus=False, streamer=None)
-    return outputs.sequences[0, call.input_ids.shape[1] :].tolist(), [scores[0] for scores in outputs.logits]
+def _plain(call: TrialCall, config: GenerationConfig) -> _Text:
+    return _text(call.model._sample(**_arguments(call, config), synced_gpus=False, streamer=None), call)
 
 
-def _assisted(call: TrialCall, config: GenerationConfig, drafting: Mapping[str, Any]) -> list[int]:
-    sequences = call.assisted(**_arguments(call, config), **drafting)
-    return sequences[0, call.input_ids.shape[1] :].tolist()
+def _assisted(call: TrialCall, config: GenerationConfig, drafting: Mapping[str, Any]) -> _Text:
+    return _text(call.assisted(**_arguments(call, config), **drafting), call)
 
 
-def _difference(expected: list[int], found: list[int], scores: list[Tensor], dtype: torch.dtype) -> str | None:
-    """Where the texts differ, unless the precision of the model cannot tell the two tokens apart."""
-    for index, (wanted, other) in enumerate(zip(expected, found)):
-        if wanted != other:
-            gap = float(scores[index].max() - scores[index][other]) / float(scores[index].abs().max())
-            if dtype in (torch.float16, torch.bfloat16) and gap <= HALF_PRECISION_GAP:
-                return None
-            return f"gives token {other} where plain `generate` gives {wanted}, after {index} new tokens of a trial"
-    return None if len(found) == len(expected) else f"ends after {len(found)} of {len(expected)} tokens of a trial"
+def _text(outputs: ModelOutput, call: TrialCall) -> _Text:
+    token_ids = outputs.sequences[0, call.input_ids.shape[1] :].tolist()
+    return _Text(token_ids, [scores[0].float() for scores in outputs.logits])
+
+
+def _difference(expected: _Text, found: _Text, tolerance: float) -> str | None:
+    """Where the scores differ. A text goes another way where two tokens are too close to be told apart."""
+    for index, (wanted, actual) in enumerate(zip(expected.logits, found.logits)):
+        difference = float((wanted - actual).abs().max() / wanted.abs().max().clamp(min=1e-30))
+        if not difference <= tolerance:
+            return (
+                f"is wrong too: in a trial its scores after {index} new tokens differ from those of plain `generate` "
+                f"by {difference:.2g} of their largest value"
+            )
+        if expected.token_ids[index] != found.token_ids[index]:
+            return None
+    if len(found.token_ids) != len(expected.token_ids):
+        return f"is wrong too: in a trial it ends after {len(found.token_ids)} of {len(expected.token_ids)} tokens"
+    return None
 
 
 @dataclass(frozen=True)
@@ -194,7 +215,7 @@ class _GuessesConfig:
 
 
 class _Guesses:
-    """An assistant that knows the text: its candidates are right in one round and wrong from the second on in the next."""
+    """An assistant that knows the text. In every other round its second candidate is wrong."""
 
     def __init__(self, call: TrialCall, expected: list[int]):
         self.config = _GuessesConfig(call.model.config.get_text_config(decoder=True))

@@ -162,14 +162,14 @@ def test_confidence_threshold_keeps_the_doubtful_token():
         (0.0, [[5, 6, 7, 8, 9], [7, 8, 9, 10, 11], [13, 14, 15, 16, 17]]),
         (0.9, [[5, 6, 7, 8], [7, 8], [13, 14, 15, 16, 17]]),
     ):
-        drafter = CausalLMDrafter(model, 5, confidence_threshold=threshold)
+        drafter = CausalLMDrafter(model, 5, probability_threshold=threshold)
         rows = placed(model, drafter, *[Request(prompt, 20) for prompt in prompts])
         assert blocks(drafter, rows, 9, 9, 9) == expected
 
 
 def test_doubt_in_every_row_ends_the_draft_early():
     model = cycle_model(RING)
-    drafter = CausalLMDrafter(model, 5, confidence_threshold=0.9)
+    drafter = CausalLMDrafter(model, 5, probability_threshold=0.9)
     with torch.no_grad():
         model.lm_head.weight.mul_(1e-3)
     assert blocks(drafter, placed(model, drafter, Request([3], 20), Request([8], 20)), 9, 9) == [[4], [9]]

@@ -105,9 +105,9 @@ def models(llama):
         (ValueError, "`max_matching_ngram_size`.* is 0", {**LOOKUP, "max_matching_ngram_size": 0}),
         (TypeError, "`max_matching_ngram_size`.* is 1.5", {**LOOKUP, "max_matching_ngram_size": 1.5}),
         (ValueError, "`assistant_confidence_threshold`.* is -0.1", {"assistant_confidence_threshold": -0.1}),
-        (ValueError, "`assistant_confidence_threshold`.* is 1.0", {"assistant_confidence_threshold": 1.0}),
+        (ValueError, "`assistant_confidence_threshold`.* is 1.1", {"assistant_confidence_threshold": 1.1}),
         (ValueError, "`assistant_confidence_threshold`.* is nan", {"assistant_confidence_threshold": math.nan}),
-        (TypeError, "`assistant_confidence_threshold`.* is '0.5'", {"assistant_confidence_threshold": "0.5"}),
+        (ValueError, "`assistant_confidence_threshold`.* is '0.5'", {"assistant_confidence_threshold": "0.5"}),
         (ValueError, "'constant', 'heuristic'.* is 'linear'", {"num_assistant_tokens_schedule": "linear"}),
         (ValueError, "either `assistant_model` or `prompt_lookup", {"prompt_lookup_num_tokens": 3}),
         (ValueError, "`on_round` and `trace` need", {"assistant_model": None, "on_round": print}),
@@ -138,7 +138,7 @@ def test_assistant_settings(models, error, words, arguments):
         (ValueError, "`max_length` is set to 3", {"max_new_tokens": None, "max_length": 3}),
         (ValueError, r"`eos_token_id` \[99\].* 64 ids", {"eos_token_id": 99}),
         (ValueError, r"`eos_token_id` \[64\]", {"eos_token_id": [2, 64]}),
-        (ValueError, r"`eos_token_id` \[-1\]", {"eos_token_id": -1}),
+        (ValueError, r"`eos_token_id` \[-2\].*-1 for no end", {"eos_token_id": -2}),
         (ValueError, "`pad_token_id` 64.* 64 ids", {"pad_token_id": 64}),
         (ValueError, "`pad_token_id` -100", {"pad_token_id": -100}),
         (ValueError, "stop strings", {"stop_strings": ["a"]}),
@@ -157,13 +157,12 @@ def test_inputs_and_budgets(models, error, words, arguments):
         ("'beam_search'.*`num_beams=1`", {"num_beams": 2}),
         ("`guidance_scale`", {"guidance_scale": 1.5}),
         ("a quantized cache", {"cache_implementation": "quantized", "cache_config": {"backend": "fp8"}}),
-        ("`use_cache=False`", {"use_cache": False}),
         ("`prefill_chunk_size`", {"prefill_chunk_size": 2}),
-        ("`output_attentions`.*own loop could", {"output_hidden_states": True, "return_dict_in_generate": True}),
-        ("a `cache` is given.*own loop could", {"cache": DynamicCache()}),
-        ("'sliding_window'.*own loop could", {"cache_implementation": "sliding_window"}),
-        ("`assistant_ensemble_weight`.*own loop could", {"assistant_ensemble_weight": 0.5}),
-        (r"`position_ids`.*own loop could", {"position_ids": torch.tensor([[0, 1, 2, 3], [5, 6, 7, 8]])}),
+        ("`output_attentions`.*own loop", {"output_hidden_states": True, "return_dict_in_generate": True}),
+        ("a `cache` is given.*own loop", {"cache": DynamicCache()}),
+        ("'sliding_window'.*own loop", {"cache_implementation": "sliding_window"}),
+        ("`assistant_ensemble_weight`.*own loop", {"assistant_ensemble_weight": 0.5}),
+        (r"`position_ids`.*own loop", {"position_ids": torch.tensor([[0, 1, 2, 3], [5, 6, 7, 8]])}),
     ],
     ids=case_name,
 )
@@ -200,15 +199,15 @@ def test_draft_model_without_a_head(models):
     assert models.refuse(TypeError, "`assistant_model`.*LlamaModel", assistant_model=models.draft.model) == 0
 
 
-def test_batch_without_anything_to_fill_it_with():
+def test_batch_whose_rows_end_early_needs_something_to_fill_them_with():
     plain = make_model(pad_token_id=None, eos_token_id=None)
     plain.generation_config.pad_token_id = plain.generation_config.eos_token_id = None
     model, draft = enable_speculation(copy.deepcopy(plain)), noisy_copy(plain)
     with pytest.raises(ValueError, match="`pad_token_id` or `eos_token_id`"):
-        model.generate(**BATCH, assistant_model=draft, max_new_tokens=4)
-    one = {"input_ids": BATCH["input_ids"][:1]}
-    actual = model.generate(**one, assistant_model=draft, max_new_tokens=12)
-    assert actual.tolist() == plain.generate(**one, max_new_tokens=12).tolist()
+        model.generate(**BATCH, assistant_model=draft, max_new_tokens=4, max_time=9e9)
+    for batch in (BATCH, {"input_ids": BATCH["input_ids"][:1]}):
+        actual = model.generate(**batch, assistant_model=draft, max_new_tokens=12)
+        assert actual.tolist() == plain.generate(**batch, max_new_tokens=12).tolist()
 
 
 def test_pad_id_outside_the_vocabulary_matters_in_a_batch_only(models):
@@ -259,8 +258,8 @@ def test_model_without_a_head_is_not_enabled(llama):
     [
         (ValueError, "`num_assistant_tokens`.* is 0", {"num_assistant_tokens": 0}),
         (TypeError, "`num_assistant_tokens`.* is '3'", {"num_assistant_tokens": "3"}),
-        (ValueError, "`assistant_confidence_threshold`.* is 1", {"confidence_threshold": 1}),
-        (TypeError, "`assistant_confidence_threshold`.* is None", {"confidence_threshold": None}),
+        (ValueError, "`assistant_confidence_threshold`.* is 1.1", {"probability_threshold": 1.1}),
+        (ValueError, "`assistant_confidence_threshold`.* is None", {"probability_threshold": None}),
         (ValueError, "`num_assistant_tokens_schedule`.* is 'x'", {"schedule": "x"}),
         (ValueError, "`temperature`.* is -1", {"temperature": -1}),
         (ValueError, "`temperature`.* is inf", {"temperature": math.inf}),

@@ -76,3 +76,13 @@ class ForwardCount:
 
     def add(self, *args):
         self.count += 1
+
+
+def traced_text(stats, row):
+    """The tokens of a row after its first one, which the prefill gave, put together from the trace."""
+    text = []
+    for trace in stats.traces:
+        if trace.row == row:
+            text += [*trace.proposed[: trace.num_accepted]]
+            text += [] if trace.next_token_id is None else [trace.next_token_id]
+    return text
