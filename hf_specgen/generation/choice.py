@@ -8,7 +8,7 @@ from typing import Any
 from torch._dynamo import OptimizedModule
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from ..arguments import check_count, checked_probability
+from ..arguments import check_count, checked_probability, shown
 from ..drafters.causal_lm import CausalLMDrafter
 from ..drafters.lookup import PromptLookupDrafter
 from ..drafters.widths import ConfidenceThreshold
@@ -68,7 +68,7 @@ class SpeculationSettings:
         """Raises `ValueError` if the call gave a setting outside `served`, rather than to ignore it."""
         if unserved := self.given - served:
             name = min(unserved)
-            raise ValueError(f"`{name}` is given ({vars(self)[name]!r}), but {why}. Leave it out.")
+            raise ValueError(f"`{name}` is given, but {why}. Leave out its {shown(vars(self)[name])}.")
 
 
 SETTING_NAMES = tuple(field.name for field in fields(SpeculationSettings) if field.name != "given")

@@ -3,7 +3,6 @@
 import copy
 
 import pytest
-import torch
 from transformers import (
     BloomConfig,
     BloomForCausalLM,
@@ -13,8 +12,6 @@ from transformers import (
     MambaForCausalLM,
     Qwen3NextConfig,
     Qwen3NextForCausalLM,
-    T5Config,
-    T5ForConditionalGeneration,
 )
 
 from hf_specgen import Decoder, DecodingStats, enable_speculation
@@ -30,17 +27,14 @@ from tests.support.models import (
     left_padded,
     make_model,
     noisy_copy,
+    t5,
+    widened,
 )
 
 IDS = {"vocab_size": VOCAB_SIZE, "pad_token_id": PAD, "bos_token_id": 1, "eos_token_id": EOS}
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
 LINEAR = {f"linear_{what}": 2 for what in ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim")}
 EXPERTS = {"num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 16}
-
-
-def t5():
-    config = T5Config(**IDS, d_model=32, d_kv=8, d_ff=64, num_layers=2, num_heads=4, decoder_start_token_id=PAD)
-    return widened(T5ForConditionalGeneration, config, gain=1.5)
 
 
 def bloom():
@@ -60,16 +54,6 @@ def mamba():
 def qwen3_next():
     sizes = {"hidden_size": 32, "num_hidden_layers": 4, "shared_expert_intermediate_size": 16}
     return widened(Qwen3NextForCausalLM, Qwen3NextConfig(**IDS, **HEADS, **sizes, **LINEAR, **EXPERTS))
-
-
-def widened(model_class, config, gain=6.0):
-    torch.manual_seed(0)
-    model = model_class(config).eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.ndim > 1:
-                parameter.mul_(gain)
-    return model
 
 
 # Refused or handed over

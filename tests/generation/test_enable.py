@@ -1,8 +1,10 @@
 """The enabled model: its class, copies, threads and state."""
 
 import copy
+import gc
 import pickle
 import threading
+import weakref
 
 import pytest
 import torch
@@ -176,3 +178,15 @@ def test_statistics_are_those_of_the_last_call(llama):
     assert model.speculation_stats.tokens == 8
     model.generate(**batch, max_new_tokens=8)
     assert model.speculation_stats is None
+
+
+def test_classes_made_on_the_fly_are_freed_with_their_models(llama):
+    alive = []
+    for number in range(20):
+        model_class = type(f"Made{number}", (LlamaForCausalLM,), {})
+        model = enable_speculation(model_class(llama.config).eval())
+        model.generate(**left_padded([4]), prompt_lookup_num_tokens=2, max_new_tokens=2)
+        alive += [weakref.ref(model_class), weakref.ref(type(model))]
+        del model, model_class
+    gc.collect()
+    assert [reference for reference in alive if reference() is not None] == []

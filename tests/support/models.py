@@ -74,6 +74,24 @@ def make_model(family: str = "llama", seed: int = 0, gain: float = 6.0, **overri
     return model
 
 
+def widened(model_class: type[PreTrainedModel], config: transformers.PreTrainedConfig, gain: float = 6.0):
+    """A random model of some class, with wide weights as in `make_model`."""
+    torch.manual_seed(0)
+    model = model_class(config).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim > 1:
+                parameter.mul_(gain)
+    return model
+
+
+def t5() -> PreTrainedModel:
+    ids = {"vocab_size": VOCAB_SIZE, "pad_token_id": PAD, "bos_token_id": BOS, "eos_token_id": EOS}
+    sizes = {"d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4}
+    config = transformers.T5Config(**ids, **sizes, decoder_start_token_id=PAD)
+    return widened(transformers.T5ForConditionalGeneration, config, gain=1.5)
+
+
 def noisy_copy(model: PreTrainedModel, scale: float = 0.25, seed: int = 1) -> PreTrainedModel:
     """A copy whose head is disturbed by `scale` times its own spread: some candidates are kept, some are not."""
     draft = copy.deepcopy(model)
