@@ -8,7 +8,7 @@ import copy
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, SupportsIndex, TypeVar
-from weakref import WeakValueDictionary
+from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import Tensor
@@ -159,7 +159,7 @@ class SpeculationMixin(GenerationMixin):
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> tuple:
         base = type(self).__mro__[2]
-        if _subclasses.get(base) is not type(self):  # another library has made a class of ours
+        if _known_subclass(base) is not type(self):  # another library has made a class of ours
             return super().__reduce_ex__(protocol)
         return _rebuild, (base,), self.__dict__.copy()
 
@@ -230,16 +230,21 @@ def _output(
     )
 
 
-# A class lives as long as its models: neither it nor its base is held by this table.
-_subclasses: "WeakValueDictionary[type, type]" = WeakValueDictionary()
+# Weak on both sides: a class made on the fly is freed with its models.
+_subclasses: "WeakKeyDictionary[type, ref[type]]" = WeakKeyDictionary()
 
 
 def _speculative_class(base: type) -> type:
-    subclass = _subclasses.get(base)
+    subclass = _known_subclass(base)
     if subclass is None:
         names = {"__module__": base.__module__, "__qualname__": base.__qualname__, "__doc__": base.__doc__}
-        subclass = _subclasses[base] = type(base.__name__, (SpeculationMixin, base), names)
+        subclass = type(base.__name__, (SpeculationMixin, base), names)
+        _subclasses[base] = ref(subclass)
     return subclass
+
+
+def _known_subclass(base: type) -> type | None:
+    return _subclasses[base]() if base in _subclasses else None
 
 
 def _rebuild(base: type) -> PreTrainedModel:
@@ -293,7 +298,7 @@ def disable_speculation(model: ModelT) -> ModelT:
     """
     target = unwrap(model)
     base = type(target).__mro__[2] if len(type(target).__mro__) > 2 else object
-    if _subclasses.get(base) is type(target):
+    if _known_subclass(base) is type(target):
         target.__class__ = base
         target.__dict__.pop("speculation_stats", None)
     elif isinstance(target, SpeculationMixin):
