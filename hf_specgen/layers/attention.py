@@ -10,7 +10,6 @@ import threading
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -128,11 +127,6 @@ def _switchable_configs(model: PreTrainedModel) -> list[PreTrainedConfig]:
     configs: dict[int, PreTrainedConfig] = {}
     for module in model.modules():
         if isinstance(module, PreTrainedModel) and module.config._attn_implementation in ("sdpa", GROUPED_ATTENTION):
-            if _uses_interface(type(module)):  # type: ignore[arg-type]  # mypy thinks that classes have no hash
+            if type(module)._can_set_attn_implementation():  # kept on the class, whose source file it reads once
                 configs[id(module.config)] = module.config
     return list(configs.values())
-
-
-@lru_cache
-def _uses_interface(model_class: Any) -> bool:
-    return model_class._can_set_attn_implementation()  # reads the source file of the class
