@@ -20,7 +20,14 @@ from transformers import (
 )
 
 from hf_specgen import Decoder, DecodingRules, DSparkDrafter, DSparkModel, Request
-from hf_specgen.dspark import Calibration, ConfidenceRecorder, ConfidenceRecords, calibrate, plot_reliability
+from hf_specgen.dspark import (
+    MIN_RECORDS,
+    Calibration,
+    ConfidenceRecorder,
+    ConfidenceRecords,
+    calibrate,
+    plot_reliability,
+)
 from hf_specgen.engine import eos_ids
 from hf_specgen.prompts import Prompt, encode_prompt, load_prompts
 
@@ -38,10 +45,11 @@ def main(args: CalibrateArguments) -> None:
     target.to(state.device)
     drafter_model = load_drafter(args.drafter).to(state.device)
     fit_requests, held_out_requests = make_requests(args, prompts, target, tokenizer)
-    fit_records = record(target, drafter_model, fit_requests, args.batch_size, "fit")
-    held_out_records = record(target, drafter_model, held_out_requests, args.batch_size, "held out")
+    check_room(args, len(held_out_requests), drafter_model.config.num_candidates)
+    fit = record(target, drafter_model, fit_requests, args.batch_size, "fit")
+    fit.check_enough()  # on every process, before the other half is decoded
+    held_out = record(target, drafter_model, held_out_requests, args.batch_size, "held out")
     if state.is_main_process:
-        fit, held_out = map(ConfidenceRecords.concatenate, (fit_records, held_out_records))
         calibration = calibrate(fit, held_out, args.prompts, args.decoding)
         report = {"file": str(calibration.save(args.folder)), "num_held_out": len(held_out), **asdict(calibration)}
         if args.plot:
@@ -88,10 +96,20 @@ def make_requests(
     return requests[::2], requests[1::2]
 
 
+def check_room(args: CalibrateArguments, num_prompts: int, num_candidates: int) -> None:
+    """Raises `ValueError` if so many prompts, the smaller half, cannot give enough blocks, even if none is kept."""
+    most = num_prompts * max(0, args.max_new_tokens - 1 - num_candidates)  # the last tokens leave no room for a block
+    if most < MIN_RECORDS:
+        raise ValueError(
+            f"`--max_new_tokens` {args.max_new_tokens} and {num_prompts} prompts to measure on give at most {most} "
+            f"blocks of {num_candidates} candidates, but {MIN_RECORDS} are needed: give longer texts or more prompts."
+        )
+
+
 def record(
     target: PreTrainedModel, drafter_model: DSparkModel, requests: list[Request], batch_size: int, name: str
-) -> list[ConfidenceRecords]:
-    """Decodes the requests on all processes and gives each the records of all of them, in parts."""
+) -> ConfidenceRecords:
+    """Decodes the requests on all processes and gives each the records of all of them."""
     state = PartialState()
     drafter = DSparkDrafter(drafter_model, keep_confidence=True)
     recorder = ConfidenceRecorder(drafter)
@@ -101,7 +119,7 @@ def record(
         for progressed in decoder.run(share):
             progress.update(sum(request.finish_reason is not None for request in progressed))
         progress.close()
-    return gather_object([recorder.records()] if recorder.parts else [])
+    return ConfidenceRecords.concatenate(gather_object([recorder.records()] if recorder.parts else []))
 
 
 def print_table(calibration: Calibration, held_out: ConfidenceRecords) -> None:

@@ -59,6 +59,15 @@ class ConfidenceRecords:
         """Which candidates were judged: everything before them was kept."""
         return torch.arange(self.logits.shape[1]) < self.num_judged[:, None]
 
+    def check_enough(self) -> None:
+        """Raises `ValueError` if there are too few records to fit or to measure temperatures."""
+        counts = self.is_judged.sum(dim=0).tolist()
+        if min(counts) < MIN_RECORDS:
+            raise ValueError(
+                f"At least {MIN_RECORDS} records have to be judged at every position, but there are {counts}. Record "
+                "more or longer texts."
+            )
+
     @classmethod
     def concatenate(cls, parts: Sequence["ConfidenceRecords"]) -> "ConfidenceRecords":
         """The records of all parts; a ValueError if there are none."""
@@ -137,7 +146,7 @@ def fit_temperatures(records: ConfidenceRecords, grid: Sequence[float] | None = 
     Raises:
         `ValueError`: if there are too few records, or the grid lacks 1.0 or holds numbers that are not positive.
     """
-    _check_enough(records)
+    records.check_enough()
     tried = torch.tensor(GRID if grid is None else grid, dtype=torch.float64)
     if not bool((tried > 0).all() & tried.isfinite().all() & (tried == 1).any()):
         raise ValueError(f"`grid` has to hold positive numbers and 1.0 among them, but is {grid!r}.")
@@ -156,15 +165,6 @@ def fit_temperatures(records: ConfidenceRecords, grid: Sequence[float] | None = 
         survival = survival * (logits / best).sigmoid()
         temperatures.append(float(best))
     return temperatures
-
-
-def _check_enough(records: ConfidenceRecords) -> None:
-    counts = records.is_judged.sum(dim=0).tolist()
-    if min(counts) < MIN_RECORDS:
-        raise ValueError(
-            f"At least {MIN_RECORDS} records have to be judged at every position, but there are {counts}. Record more "
-            "or longer texts."
-        )
 
 
 @dataclass(frozen=True)
@@ -288,7 +288,7 @@ def calibrate(
     Raises:
         `ValueError`: if there are too few records.
     """
-    _check_enough(held_out_records)
+    held_out_records.check_enough()
     fitted = tuple(fit_temperatures(fit_records))
     raw = (1.0,) * len(fitted)
     measured: dict[str, Any] = {}

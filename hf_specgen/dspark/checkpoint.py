@@ -81,10 +81,7 @@ class DSparkPreTrainedModel(PreTrainedModel):
         if not isinstance(config, DSparkConfig):
             config = DSparkConfig.from_pretrained(name if config is None else config, **hub)
         settings = _read_generation_settings(name, hub, config)
-        calibration_path = found_file(name, CALIBRATION_FILE, hub)
-        calibration = None if calibration_path is None else Calibration.load(calibration_path)
-        if calibration is not None:
-            calibration.check_block_size(config.num_candidates)
+        calibration = _read_calibration(name, hub, config)
         if kwargs.get("state_dict") is None:
             headers = read_headers(name, hub, kwargs.get("variant"))
             if headers is not None:
@@ -108,7 +105,8 @@ class DSparkPreTrainedModel(PreTrainedModel):
             with torch.device("meta"):
                 model = cls(copy.deepcopy(config))
         except RuntimeError as error:  # sizes whose product is no integer of 64 bits
-            raise ValueError(f"The sizes of the configuration are no drafter's: {error}.") from error
+            sizes = "`hidden_size`, `intermediate_size`, `vocab_size` or `markov_rank`"
+            raise ValueError(f"The {sizes} of the configuration cannot be a drafter's: {error}.") from error
         expected = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
         names = {name.removeprefix(f"{cls.base_model_prefix}."): name for name in headers if not cls._is_ignored(name)}
         found = {name: headers[in_file].shape for name, in_file in names.items()}
@@ -249,6 +247,21 @@ def _read_generation_settings(
             "drafter has none."
         )
     return settings
+
+
+def _read_calibration(
+    folder: str | os.PathLike, hub_kwargs: dict[str, Any], config: DSparkConfig
+) -> Calibration | None:
+    """The calibration beside a checkpoint, None if there is none."""
+    path = found_file(folder, CALIBRATION_FILE, hub_kwargs)
+    if path is None:
+        return None
+    calibration = Calibration.load(path)
+    try:
+        calibration.check_block_size(config.num_candidates)
+    except ValueError as error:
+        raise ValueError(f"`{path}` is not for this drafter: {error}") from error
+    return calibration
 
 
 def _refuse(missing: list[str], unexpected: list[str], misshapen: list[str]) -> None:

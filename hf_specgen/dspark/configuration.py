@@ -123,7 +123,7 @@ class DSparkConfig(PreTrainedConfig):
     published_config: dict | None = None
 
     def __post_init__(self, **kwargs: Any) -> None:
-        check_fields({"num_hidden_layers": self.num_hidden_layers, "num_labels": kwargs.get("num_labels")})
+        check_fields({**kwargs, "num_hidden_layers": self.num_hidden_layers})  # before what makes lists of them
         if not self.layer_types:
             self.layer_types = ["full_attention"] * self.num_hidden_layers
         super().__post_init__(**kwargs)

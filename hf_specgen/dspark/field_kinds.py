@@ -41,6 +41,7 @@ FLAG = Kind("true or false", lambda value: type(value) is bool)
 NUMBER = Kind("a finite number of at least 0", lambda value: _is_number(value) and value >= 0)
 SIGNED = Kind("a finite number", lambda value: _is_number(value))
 POSITIVE = Kind("a finite number above 0", lambda value: _is_number(value) and value > 0)
+SHARE = Kind("a number in [0, 1]", lambda value: _is_number(value) and 0 <= value <= 1)
 DTYPE = Kind("the name of a floating-point type of torch", lambda value: _is_dtype(value))
 LAYERS = Kind("a list of ints", lambda value: isinstance(value, list) and all(map(_is_int, value)))
 IDS = Kind("an int or a list of ints", lambda value: _is_int(value) or LAYERS.test(value))
@@ -61,12 +62,16 @@ KINDS = {
     **dict.fromkeys(("mask_token_id", "draft_vocab_size", "bos_token_id", "pad_token_id"), INT),
     **dict.fromkeys(("sample_from_anchor", "enable_confidence_head", "confidence_head_with_markov"), FLAG),
     **dict.fromkeys(("attention_bias", "attention_output_bias", "mlp_bias", "qk_norm", "value_norm"), FLAG),
-    **dict.fromkeys(("attention_k_eq_v", "value_from_key", "sandwich_norms", "bonus_anchor"), FLAG),
-    **dict.fromkeys(("rms_norm_eps", "initializer_range", "attention_dropout"), NUMBER),
-    **dict.fromkeys(("final_logit_softcapping", "attention_scale"), NUMBER),
+    **dict.fromkeys(
+        ("attention_k_eq_v", "value_from_key", "sandwich_norms", "bonus_anchor", "tie_word_embeddings"), FLAG
+    ),
+    **dict.fromkeys(("rms_norm_eps", "initializer_range", "attention_scale"), NUMBER),
+    "final_logit_softcapping": POSITIVE,
+    "attention_dropout": SHARE,
     **dict.fromkeys(("target_layer_ids", "aux_hidden_state_layer_ids"), LAYERS),
     **dict.fromkeys(("layer_types", "architectures"), NAMES),
     **dict.fromkeys(("dspark_config", "dflash_config", "text_config", "transformer_layer_config"), MAPPING),
+    **dict.fromkeys(("id2label", "label2id", "rope_parameters", "rope_scaling", "published_config"), MAPPING),
     **dict.fromkeys(("hidden_act", "hidden_activation"), ACTIVATION),
     **dict.fromkeys(("dtype", "torch_dtype"), DTYPE),
     "embedding_scale": SIGNED,
@@ -84,8 +89,12 @@ MOST = {
 }
 MAY_BE_NULL = {
     "num_target_layers",
-    "num_labels",
     "rope_theta",
+    "rope_parameters",
+    "rope_scaling",
+    "id2label",
+    "label2id",
+    "published_config",
     "dtype",
     "torch_dtype",
     "sample_from_anchor",

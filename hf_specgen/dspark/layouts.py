@@ -172,9 +172,8 @@ def _speculators_settings(config: dict[str, Any]) -> dict[str, Any]:
 def _family_fields(settings: dict[str, Any]) -> dict[str, Any]:
     model_type = settings.get("model_type")
     if model_type not in FAMILY_TYPES:
-        raise ValueError(
-            f"Drafters over {shown(model_type)} layers are not known; known are {', '.join(FAMILY_TYPES)}."
-        )
+        known = ", ".join(FAMILY_TYPES)
+        raise ValueError(f"`model_type` is {shown(model_type)}, whose layers are not known; known are {known}.")
     if model_type in GEMMA4_TYPES:
         return _gemma4_fields(settings)
     # The file may hold only what differs from the family's defaults.

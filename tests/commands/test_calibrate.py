@@ -7,7 +7,9 @@ from typing import Any
 import pytest
 
 from hf_specgen import DSparkModel
+from hf_specgen.commands import calibrate
 from hf_specgen.commands.runner import run
+from hf_specgen.dspark.calibration import CALIBRATION_FILE
 from tests.support.launching import report_of
 from tests.support.models import character_tokenizer, make_model
 
@@ -58,3 +60,35 @@ def test_one_prompt_cannot_be_fitted_and_measured_on(capsys, tmp_path):
     with pytest.raises(SystemExit):
         run("calibrate", pair)
     assert "error: `--prompts` has to hold at least 2 prompts" in capsys.readouterr().err
+
+
+def refused(arguments: list[str], capsys, monkeypatch) -> tuple[str, list[str]]:
+    """The sentence, and the halves that were recorded before it."""
+    recorded = []
+
+    def record(target, drafter, requests, batch_size, name):
+        recorded.append(name)
+        return original(target, drafter, requests, batch_size, name)
+
+    original = calibrate.record
+    monkeypatch.setattr(calibrate, "record", record)
+    with pytest.raises(SystemExit) as ended:
+        run("calibrate", arguments)
+    assert ended.value.code == 2
+    return capsys.readouterr().err, recorded
+
+
+@pytest.mark.parametrize(("max_new_tokens", "most"), [(1, 0), (4, 0), (16, 48)])
+def test_texts_that_cannot_give_enough_blocks_are_refused_first(tmp_path, capsys, monkeypatch, max_new_tokens, most):
+    """Each of the four held-out prompts gives at most a block per token, but for the last ones."""
+    pair = save_pair(tmp_path)
+    sentence, recorded = refused([*pair, "--plot", "", "--max_new_tokens", str(max_new_tokens)], capsys, monkeypatch)
+    assert f"4 prompts to measure on give at most {most} blocks of 3 candidates, but 50 are needed" in sentence
+    assert recorded == [] and not (tmp_path / "drafter" / CALIBRATION_FILE).exists()
+
+
+def test_too_few_blocks_of_the_first_half_are_told_before_the_second(tmp_path, capsys, monkeypatch):
+    pair = save_pair(tmp_path)
+    monkeypatch.setattr("hf_specgen.dspark.calibration.MIN_RECORDS", 10_000)
+    sentence, recorded = refused([*pair, "--plot", "", "--max_new_tokens", "24"], capsys, monkeypatch)
+    assert "At least 10000 records" in sentence and recorded == ["fit"]
