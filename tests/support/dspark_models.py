@@ -6,11 +6,13 @@ bigrams; its random layers, which see the context, disturb them.
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import AutoModelForCausalLM, Gemma4TextConfig, PreTrainedModel
 
 from hf_specgen import DSparkModel
-from tests.support.models import make_model
+from tests.support.models import FAMILIES, make_model
 
+SMALL = {"num_hidden_layers": 2, "block_size": 4, "markov_rank": 4}
+MASK = 60
 HEADS = ("vanilla", "gated", "rnn")
 LINEAR_PART = 0.15  # of tanh: how far from 0 the outputs of the rnn head lie
 
@@ -122,3 +124,58 @@ def _spread_confidences(model: DSparkModel, generator: torch.Generator) -> None:
         weight[:, hidden_size:] *= 1.5 / of_tokens.std()
         proj.bias -= 1.5 * of_tokens.mean() / of_tokens.std()
     proj.weight.copy_(weight)
+
+
+def drafter_for(target, seed: int = 0, **settings) -> DSparkModel:
+    """An untrained drafter without any parameter at 0 or 1."""
+    torch.manual_seed(seed)
+    model = DSparkModel.from_target(target, MASK, **SMALL | settings).eval()
+    tables = {id(model.embed_tokens.weight), id(model.lm_head.weight)}
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if id(parameter) not in tables:
+                parameter.normal_(mean=1.0 if parameter.ndim == 1 else 0.0, std=0.2)
+    return model
+
+
+def gemma4_target(key_equals_value: bool, **settings):
+    config = Gemma4TextConfig(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=6,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        global_head_dim=16,
+        num_global_key_value_heads=1,
+        attention_k_eq_v=key_equals_value,
+        hidden_size_per_layer_input=0,
+        vocab_size_per_layer_input=64,
+        max_position_embeddings=256,
+        sliding_window=8,
+        final_logit_softcapping=30.0,
+        **settings,
+    )
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(config).eval()
+
+
+@torch.no_grad()
+def states_of(model: DSparkModel, target=None) -> torch.Tensor:
+    """What a drafter makes of fixed random context and block."""
+    generator = torch.Generator().manual_seed(7)
+    width = len(model.config.target_layer_ids) * model.config.hidden_size
+    context = torch.randn(1, 6, width, generator=generator).to(model.dtype)
+    block = torch.tensor([[5] + [MASK] * (model.config.block_size - 1)])
+    positions = torch.arange(6, 6 + model.config.block_size)[None]
+    hidden = model(block, positions, context, torch.arange(6)[None], target=target).last_hidden_state
+    return model.base_logits(hidden, target)
+
+
+def all_targets():
+    return [*FAMILIES, "gemma4", "gemma4-k-eq-v"]
+
+
+def target_of(family: str):
+    return gemma4_target(family == "gemma4-k-eq-v") if family.startswith("gemma4") else make_model(family)
