@@ -71,7 +71,7 @@ def read_json_object(path: str | os.PathLike) -> dict[str, Any]:
         raise ValueError(f"`{path}` has to hold a JSON object, but holds {shown(contents)}.")
     for name, value in _numbers(contents, ""):
         if not math.isfinite(value):
-            raise ValueError(f"`{name}` of `{path}` has to be a finite number, but is {value}.")
+            raise ValueError(f"`{path}`: `{name}` has to be a finite number, but is {value}.")
     return contents
 
 

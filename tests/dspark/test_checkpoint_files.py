@@ -178,7 +178,7 @@ def test_numbers_of_json_that_are_not_finite_are_named(folder, file, field, inne
     contents[field.split(".")[0]] = "PLACE"
     value = inner % text if "%s" in inner else text
     path.write_text(json.dumps(contents).replace('"PLACE"', value))
-    assert f"`{field}` of `{path}` has to be a finite number" in refusal(folder)
+    assert f"`{path}`: `{field}` has to be a finite number" in refusal(folder)
 
 
 @pytest.mark.parametrize("file", ["config.json", "generation_config.json", CALIBRATION_FILE])
