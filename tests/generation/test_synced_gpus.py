@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import distributed
+from transformers import LogitsProcessor, LogitsProcessorList
 
 from hf_specgen import enable_speculation
 from tests.support.launching import read_ranks, torchrun
@@ -73,11 +74,41 @@ def run_case(case: str, rank: int) -> dict:
     }
 
 
+class FailsOnSecondRank(LogitsProcessor):
+    def __call__(self, input_ids, scores):
+        if distributed.get_rank() == 1 and input_ids.shape[1] > 6:
+            raise RuntimeError("this processor fails")
+        return scores
+
+
+# What the second rank gives besides, by when it is found out.
+FAILURES = {
+    "settings": {"prefill_chunk_size": 2},
+    "inputs": {"attention_mask": torch.zeros(1, 1, dtype=torch.long)},
+    "decoding": {},
+}
+
+
+def run_failure(case: str, rank: int) -> list[str]:
+    """The error of a rank, with its notes."""
+    settings = {"inputs": torch.tensor([[3]]), "max_new_tokens": 25, "prompt_lookup_num_tokens": 3}
+    if case == "decoding":
+        settings["logits_processor"] = LogitsProcessorList([FailsOnSecondRank()])
+    model = enable_speculation(ring())
+    try:
+        model.generate(**settings, **(FAILURES[case] if rank == 1 else {}), synced_gpus=True)
+    except Exception as error:
+        notes = vars(error).get("__notes__", [])
+        return [type(error).__name__, str(error), *notes]
+    return []
+
+
 def run_rank(folder: Path) -> None:
     """What each rank does; its results go to a file of its own."""
     distributed.init_process_group("gloo")
     rank = distributed.get_rank()
     results = {case: run_case(case, rank) for case in CASES}
+    results["failures"] = {case: run_failure(case, rank) for case in FAILURES}
     stock = ring().generate(**settings_of("eos", rank), prompt_lookup_num_tokens=3, synced_gpus=True)
     results["stock"] = stock[0].tolist()
     (folder / f"rank_{rank}.json").write_text(json.dumps(results))
@@ -112,6 +143,21 @@ def test_all_ranks_pass_as_often_as_the_slowest(ranks, case):
     first, second = (rank[case] for rank in ranks)
     assert first["num_own_passes"] < second["num_own_passes"]
     assert first["num_passes"] == second["num_passes"] == second["num_own_passes"]
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(("case", "words"), [("settings", "`prefill_chunk_size` (2)"), ("inputs", "Pad on the left")])
+def test_rank_that_refuses_its_call_is_named_on_the_others(ranks, case, words):
+    first, second = (rank["failures"][case] for rank in ranks)
+    assert second[0] == "ValueError" and words in second[1]
+    assert first[0] == "RuntimeError" and "rank 1: ValueError" in first[1] and words in first[1]
+
+
+@pytest.mark.distributed
+def test_rank_that_fails_while_decoding_is_named_on_the_others(ranks):
+    first, second = (rank["failures"]["decoding"] for rank in ranks)
+    assert second[1:] == ["this processor fails", "This is rank 1; the others were told and raise too."]
+    assert "decoding failed on rank [1]" in first[1]
 
 
 @pytest.mark.distributed
