@@ -141,7 +141,7 @@ def test_assistant_settings_are_filled_in_before_decoding():
     """The reason to look at the caller's keywords: afterwards nobody can tell a default from a wish."""
     config = GenerationConfig()
     assert config.num_assistant_tokens is None and config.assistant_confidence_threshold is None, (
-        "a fresh `GenerationConfig` holds numbers for assistant settings: `_said` then takes them for the caller's"
+        "a fresh `GenerationConfig` holds numbers for assistant settings: `SpeculationSettings` then takes them for the caller's"
     )
 
 
@@ -246,15 +246,15 @@ def test_model_class_flags(model):
     assert transformers.MambaForCausalLM(config)._is_stateful is True
 
 
-def test_peers_are_asked_with_three_arguments(model):
-    assert parameters_of(GenerationMixin._has_unfinished_sequences) == [
-        "self",
-        "this_peer_finished",
-        "synced_gpus",
-        "device",
-    ]
-    assert model._has_unfinished_sequences(True, False, torch.device("cpu")) is False
-    assert model._has_unfinished_sequences(False, False, torch.device("cpu")) is True
+def test_plain_decoding_takes_what_assisted_decoding_is_given():
+    """A trial runs both with the same prepared arguments."""
+    wanted = ["self", "input_ids", "logits_processor", "stopping_criteria", "generation_config", "synced_gpus"]
+    assert parameters_of(GenerationMixin._sample)[:6] == wanted
+
+
+def test_cache_that_a_user_gave_is_marked(model):
+    cache = transformers.DynamicCache()
+    assert prepared_call(model, **left_padded([3]), max_new_tokens=2, cache=cache)["cache"]._is_user_defined
 
 
 def test_prefix_processor_keeps_its_function():

@@ -116,9 +116,7 @@ def make_drafter(
     """
     if assistant_model is None:
         settings.refuse_given(LOOKUP_SETTINGS, "prompt lookup has no use for it")
-        num_tokens = check_count(
-            "prompt_lookup_num_tokens", settings.prompt_lookup_num_tokens, maximum=MAX_CANDIDATES
-        )
+        num_tokens = check_count("prompt_lookup_num_tokens", settings.prompt_lookup_num_tokens, maximum=MAX_CANDIDATES)
         return PromptLookupDrafter(num_tokens, _first(settings.max_matching_ngram_size, 3))
     if settings.prompt_lookup_num_tokens is not None:
         raise ValueError("Give either `assistant_model` or `prompt_lookup_num_tokens`, not both.")
