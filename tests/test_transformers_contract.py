@@ -141,7 +141,7 @@ def test_assistant_settings_are_filled_in_before_decoding():
     """The reason to look at the caller's keywords: afterwards nobody can tell a default from a wish."""
     config = GenerationConfig()
     assert config.num_assistant_tokens is None and config.assistant_confidence_threshold is None, (
-        "a fresh `GenerationConfig` holds numbers for assistant settings: `SpeculationSettings` then takes them for the caller's"
+        "a fresh `GenerationConfig` holds numbers for assistant settings: they would be taken for the caller's"
     )
 
 
