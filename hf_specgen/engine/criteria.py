@@ -64,8 +64,9 @@ def _num_ready(batch: PaddedBatch) -> int:
 def _ask(criteria: list[StoppingCriteria], batch: PaddedBatch, length: int) -> list[bool]:
     """Which rows have to end with `length` generated tokens; those that ended before hold padding."""
     ids = batch.token_ids[:, : batch.prompt_length + length]
-    is_lone = len(ids) == 1 and batch.requests[0] is not None and batch.requests[0].keep_scores
-    scores = tuple(score[None] for score in batch.requests[0].scores[:length]) if is_lone else None
+    first, scores = batch.requests[0], None
+    if len(ids) == 1 and first is not None and first.keep_scores:
+        scores = tuple(score[None] for score in first.scores[:length])
     is_done = torch.zeros(len(ids), dtype=torch.bool)
     for criterion in criteria:
         is_done |= torch.as_tensor(criterion(ids, scores)).to("cpu", torch.bool)

@@ -26,7 +26,7 @@ from .recorder import RoundRecorder
 from .request import Request
 from .results import RowResult, round_results
 from .scheduler import NO_LIMITS, CacheLimits, Scheduler
-from .scoring import score
+from .scoring import score, unknown_processors
 from .selfcheck import check_window, self_check
 from .stats import DecodingStats
 from .stopping import apply_stops
@@ -123,6 +123,8 @@ class Decoder:
                 raise ValueError("A `Request` is decoded once; make a new one from its prompt.")
             check_ids(self.model, request)
             self._scheduler.check_room(request)
+            if self.drafter is not None or len(request.batch.requests) > 1:  # else each token is judged once, in order
+                request.batch.remember(unknown_processors(request.rules))
         # Those that are here went through this check with one another, so any of them stands for all.
         earlier = self._scheduler.any_unfinished
         company = [*requests] if earlier is None else [earlier, *requests]

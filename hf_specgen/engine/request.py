@@ -3,18 +3,20 @@
 Knows nothing of models, caches or drafting.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
+from transformers import LogitsProcessor
 
 from ..arguments import check_count, checked_integer
 from ..logits_process.token_counts import TokenCounts
 from ..logits_process.token_penalties import TokenPenalties
 from .errors import released
 from .logprobs import TokenLogprobs, token_logprobs
+from .memory import Memory
 from .noise import MAX_SEED, Noise
 from .rules import DecodingRules
 from .stats import DecodingStats
@@ -60,6 +62,16 @@ class PaddedBatch:
         self._is_read = False
         self._is_started = False
         self._counts: dict[int, TokenCounts] = {}
+        self.memories: dict[int, Memory] = {}  # of processors by their ids
+
+    def remember(self, processors: Iterable[LogitsProcessor]) -> None:
+        """
+        Keeps the states of processors of which nothing is known, so that candidates that are refused leave nothing.
+
+        Raises:
+            `ValueError`: if the state of one cannot be taken back.
+        """
+        self.memories = self.memories or {id(processor): Memory(processor) for processor in processors}
 
     def start(self, device: torch.device, rules: DecodingRules) -> None:
         """Moves the ids to `device` and counts the prompts, once."""
@@ -105,6 +117,8 @@ class PaddedBatch:
         )
         for counts in self._counts.values():
             counts.add(row, token_ids)
+        for memory in self.memories.values():
+            memory.commit(row, len(token_ids))
 
     def cut(self, row: int, num_committed: int) -> None:
         """Makes what stands behind the first `num_committed` generated tokens of a row padding again."""
@@ -222,6 +236,8 @@ class Request:
     def roll_back(self) -> None:
         """Forgets a round that failed: what was drafted in it, and which random numbers it took."""
         self.batch.cut(self.batch_row, len(self.token_ids))
+        for memory in self.batch.memories.values():
+            memory.commit(self.batch_row, 0)
         if self.noise is not None:
             self.noise.roll_back()
 
@@ -241,6 +257,8 @@ class Request:
             self.batch.cut(self.batch_row, num_tokens)
             for kept in (self.token_ids, self.scores, self.logits, self.logprobs):
                 del kept[num_tokens:]
+        for memory in self.batch.memories.values():
+            memory.settle(self.batch_row)
         self.status, self.finish_reason = "finished", reason
         self.error = None if error is None else released(error)
 

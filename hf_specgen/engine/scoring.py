@@ -17,6 +17,7 @@ from ..logits_process.bias_and_masks import LogitBias, UndecodableMask
 from ..logits_process.token_penalties import TokenPenalties
 from .batch import Rows
 from .request import Request
+from .rules import DecodingRules
 
 Judge = Callable[..., None]
 IGNORES_IDS = {
@@ -34,6 +35,21 @@ IGNORES_IDS = {
     hf.LogitNormalization,
     hf.SuppressTokensLogitsProcessor,
 }
+
+
+HF_MODULE = hf.TemperatureLogitsWarper.__module__
+CALLS_BACK = (hf.PrefixConstrainedLogitsProcessor, hf.UnbatchedClassifierFreeGuidanceLogitsProcessor)
+
+
+def unknown_processors(rules: DecodingRules) -> list[LogitsProcessor]:
+    """Processors of which nothing is known, so that they may remember what they are called with."""
+    return [
+        processor
+        for processor in rules.logits_processor
+        if type(processor) not in IGNORES_IDS
+        and type(processor).__call__ is not TokenPenalties.__call__
+        and (type(processor).__module__ != HF_MODULE or isinstance(processor, CALLS_BACK))
+    ]
 
 
 @dataclass(frozen=True)
@@ -162,9 +178,34 @@ class _Block:
             judge = self._judge_prefixes
         for count, members in self._members_by_length(block.shape[1]):
             members = [member for member in members if member not in self.failures]
-            if members:
-                self._judge_together(judge, processor, block, count, members)
+            for group in self._members_by_state(processor, count, members):
+                self._judge_together(judge, processor, block, count, group)
         return block
+
+    def _members_by_state(self, processor: LogitsProcessor, count: int, members: list[int]) -> list[list[int]]:
+        """Members for which the processor remembers the same."""
+        memory = self.batch.memories.get(id(processor))
+        if memory is None:
+            return [members] if members else []
+        groups: dict[int, list[int]] = {}
+        for member in members:
+            state = memory.before(self.batch_rows[member], count - self.num_generated[member])
+            groups.setdefault(id(state), []).append(member)
+        return list(groups.values())
+
+    def _call(
+        self, judge: Judge, processor: LogitsProcessor, block: Tensor, ids: Tensor, count: int, members: list[int]
+    ) -> None:
+        """Judges rows in one call, in the state that they have in common."""
+        memory = self.batch.memories.get(id(processor))
+        if memory is None:
+            judge(processor, block, ids, count, members)
+            return
+        places = [(self.batch_rows[member], count - self.num_generated[member]) for member in members]
+        state = memory.before(*places[0])
+        memory.load(state)
+        judge(processor, block, ids, count, members)
+        memory.note(state, places)
 
     def _members_by_length(self, num_positions: int) -> list[tuple[int, list[int]]]:
         """In growing order, the numbers of generated tokens at which rows are judged, and these rows."""
@@ -180,7 +221,7 @@ class _Block:
         """Judges rows in one call; if that fails, one by one, to find out whose failure it is."""
         ids = self.batch.token_ids[:, : self.batch.prompt_length + count]
         try:
-            judge(processor, block, ids, count, members)
+            self._call(judge, processor, block, ids, count, members)
         except Exception as error:
             for member in members:
                 # With no filled row among them, this very call is the one that plain decoding would make.
@@ -200,7 +241,7 @@ class _Block:
         others = [row for row in range(len(ids)) if row != self.batch_rows[member]]
         ids[others, self.batch.prompt_length :] = self.batch.pad_token_id
         try:
-            judge(processor, block, ids, count, [member])
+            self._call(judge, processor, block, ids, count, [member])
         except Exception as error:
             return error
         return None

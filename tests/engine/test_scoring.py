@@ -230,17 +230,13 @@ def test_half_precision_is_judged_in_fp32(llama, texts):
     assert_same(found, expected, "bfloat16")
 
 
-class Counting(LogitsProcessor):
-    def __init__(self):
-        self.shapes = []
+def test_foreign_processor_is_called_once_per_number_of_generated_tokens(llama, texts):
+    shapes = []
 
-    def __call__(self, input_ids, scores):
-        self.shapes.append((tuple(input_ids.shape), len(scores)))
+    def counting(input_ids, scores):
+        shapes.append((tuple(input_ids.shape), len(scores)))
         return scores
 
-
-def test_foreign_processor_is_called_once_per_number_of_generated_tokens(llama, texts):
-    counting = Counting()
     rules = DecodingRules(LogitsProcessorList([counting]))
     batch = PaddedBatch(padded_prompts(texts["prompts"])["input_ids"], MAX_NEW_TOKENS)
     rows = placed(llama, texts, [rules] * 4, batch)
@@ -248,7 +244,7 @@ def test_foreign_processor_is_called_once_per_number_of_generated_tokens(llama, 
     numbers = {
         n + position for n, length in zip(NUM_GENERATED, LENGTHS, strict=True) for position in range(length + 1)
     }
-    assert counting.shapes == [((4, 6 + number), 4) for number in sorted(numbers)]
+    assert shapes == [((4, 6 + number), 4) for number in sorted(numbers)]
 
 
 # Prefixes that plain decoding never reaches
