@@ -81,7 +81,7 @@ class Decoder:
         self.on_round = on_round
         self.stats = DecodingStats()
         self.in_pass: list[Request] = []
-        for used, role in zip(self._models, ROLES):
+        for used, role in zip(self.models, ROLES):
             if reason := unsupported_reason(used):
                 raise ValueError(f"The decoding loop cannot serve this {role}: {reason}.")
             self_check(used, role)
@@ -96,7 +96,8 @@ class Decoder:
         self._numbers = count()
 
     @property
-    def _models(self) -> list[PreTrainedModel]:
+    def models(self) -> list[PreTrainedModel]:
+        """The target, and the draft model if there is one."""
         return [m for m in (self.model, self.drafter and self.drafter.model) if m is not None]
 
     def add(self, *requests: Request, longest_first: bool = False) -> None:
@@ -129,7 +130,7 @@ class Decoder:
         earlier = self._scheduler.any_unfinished
         company = [*requests] if earlier is None else [earlier, *requests]
         longest = max((len(request.prompt_ids) + request.max_new_tokens for request in requests), default=0)
-        for used, role, cache in zip(self._models, ROLES, self.rows.caches()):
+        for used, role, cache in zip(self.models, ROLES, self.rows.caches()):
             check_positions(used, company, role)
             check_window(used, cache, longest, role)
         for request in requests:
@@ -138,7 +139,7 @@ class Decoder:
 
     def longest_row(self, prompt_length: int) -> int | None:
         """The most tokens to which a prompt of this length can come with its text, None where nothing bounds them."""
-        limits = [self._scheduler.longest_row, *(longest_row(used, prompt_length) for used in self._models)]
+        limits = [self._scheduler.longest_row, *(longest_row(used, prompt_length) for used in self.models)]
         return min((limit for limit in limits if limit is not None), default=None)
 
     def abort(self, request: Request) -> None:
@@ -183,7 +184,7 @@ class Decoder:
 
     def fast_attention(self) -> AbstractContextManager:
         """Lets the models use grouped attention inside the block, as `run` does; for callers of `step`."""
-        return grouped_attention(*self._models)
+        return grouped_attention(*self.models)
 
     @torch.no_grad()
     def step(self) -> list[Request]:

@@ -8,6 +8,7 @@ import os
 import threading
 import warnings
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 
 from tqdm import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -18,6 +19,7 @@ from ..engine.stats import DecodingStats
 from .async_stream import AsyncTextStream
 from .completion import Completion
 from .job import Call, Job
+from .portable import remove_capturing_hooks
 from .prompt_encoder import Params, Prompt, PromptEncoder
 from .sampling_params import DEFAULT_PARAMS, SamplingParams
 from .shared_decoder import SharedDecoder
@@ -50,7 +52,8 @@ class GenerationBackend:
     def __init__(self, make_decoder: Callable[[], Decoder], make_encoder: Callable[..., PromptEncoder]):
         self._makers = (make_decoder, make_encoder)
         self._shared = SharedDecoder(make_decoder)
-        self._encoder = make_encoder(longest_row=lambda length: self._shared.decoder.longest_row(length))
+        shared = self._shared  # not the backend: what holds itself is freed late
+        self._encoder = make_encoder(longest_row=lambda length: shared.decoder.longest_row(length))
 
     def __repr__(self) -> str:
         decoder = self._shared.decoder
@@ -60,6 +63,8 @@ class GenerationBackend:
         )
 
     def __reduce__(self) -> tuple[type, tuple]:
+        for model in self._shared.decoder.models:
+            self._shared.between_rounds(partial(remove_capturing_hooks, model))
         return GenerationBackend, self._makers
 
     @property

@@ -7,7 +7,6 @@ other calls. Knows jobs and the decoder, but no prompts and no streams.
 import heapq
 import os
 import time
-import traceback
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -18,7 +17,7 @@ from weakref import WeakSet
 from torch import nn
 
 from ..engine.decoder import Decoder
-from ..engine.request import Request
+from ..engine.request import FinishReason, Request
 from .fair_lock import FairLock
 from .job import Call, Job, Piece
 
@@ -96,6 +95,10 @@ class SharedDecoder:
         self.release(jobs)
         return bool(jobs)
 
+    def between_rounds(self, action: Callable[[], T]) -> T:
+        """Calls `action` while no round is being run."""
+        return self._exclusively(action)
+
     # Under the lock
 
     def _exclusively(self, action: Callable[[], T]) -> T:
@@ -127,14 +130,10 @@ class SharedDecoder:
             self.decoder = self._make_decoder()
             self._is_stale = False
         while self._released:  # an interrupted job stays the first
-            self._end(self._released[0])
+            self._end(self._released[0], "aborted")
             self._released.popleft()
         while self._deadlines and (self._deadlines[0][0] <= self.clock() or self._deadlines[0][2].is_done):
-            job = self._deadlines[0][2]
-            if not job.is_done:
-                self._end(job)
-                assert job.request is not None, "a job without a request is done"
-                job.request.finish_reason = "time"
+            self._end(self._deadlines[0][2], "time")
             heapq.heappop(self._deadlines)
         if not self.decoder.has_unfinished:
             self.decoder.release()
@@ -143,9 +142,7 @@ class SharedDecoder:
         if taken := sorted({job.name for job in jobs if job.name is not None and job.name in self._named}):
             raise ValueError(f"`request_id` {taken[0]!r} belongs to a request that has not ended.")
         if not self._open:
-            draft = None if self.decoder.drafter is None else self.decoder.drafter.model
-            models = [model for model in (self.decoder.model, draft) if model is not None]
-            self._modules = [module for model in models for module in model.modules()]
+            self._modules = [module for model in self.decoder.models for module in model.modules()]
         waiting = [(job, job.request) for job in jobs if job.request is not None and not job.is_done]
         for job, request in waiting:
             self._open[request] = job, call
@@ -158,7 +155,7 @@ class SharedDecoder:
                 try:
                     self.decoder.add(request)
                 except (ValueError, TypeError) as error:
-                    self._end(job, error)
+                    self._end(job, "error", error)
         if deadline is not None:
             if len(self._deadlines) > 2 * len(self._open):
                 self._deadlines = [entry for entry in self._deadlines if not entry[2].is_done]
@@ -196,11 +193,10 @@ class SharedDecoder:
             self.decoder.idle_pass()
 
     def _fail(self, error: Exception) -> None:
-        traceback.clear_frames(error.__traceback__)  # they hold the tensors of the pass
         concerned = set(self.decoder.in_pass) or set(self._open)
         for request, (job, _) in list(self._open.items()):
-            if request.finish_reason is None and request in concerned:
-                self._end(job, error)
+            if request in concerned:
+                self._end(job, "error", error)
             else:
                 self._note(request)
 
@@ -213,16 +209,14 @@ class SharedDecoder:
         if job.is_done:
             self._forget(job, request)
 
-    def _end(self, job: Job, error: Exception | None = None) -> None:
-        """Takes a job out of the decoder, as aborted or with an error. May be called again if it was interrupted."""
+    def _end(self, job: Job, reason: FinishReason, error: Exception | None = None) -> None:
+        """Takes a job out of the decoder, unless it has ended. May be called again if it was interrupted."""
         request = job.request
         if request is None or request not in self._open:
             return
-        if error is not None:
-            job.error = error
-        self.decoder.abort(request)
-        if request.finish_reason is None:  # it never was in the decoder
-            request.finish_reason = "aborted"
+        if request.finish_reason is None:
+            self.decoder.abort(request)
+            request.finish(reason, error=error)
         self._note(request)
 
     def _forget(self, job: Job, request: Request) -> None:
@@ -254,7 +248,8 @@ class SharedDecoder:
         self._is_stale = True
         self._released.clear()
         for job, call in self._open.values():
-            job.error = RuntimeError("This request belongs to the process that was forked.")
+            assert job.request is not None, "a job without a request has ended"
+            job.request.finish("error", error=RuntimeError("This request belongs to the process that was forked."))
             call.note(job)
         for held in (self._open, self._named, self._deadlines):
             held.clear()
