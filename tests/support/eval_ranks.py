@@ -50,7 +50,13 @@ def ring_model():
 def texts_of(model, prompts=PROMPTS, params=GREEDY, backend="batched", **settings) -> list[dict[str, Any]]:
     generated = EvalGeneration(prompts, params, backend, settings).generate(model, text_tokenizer())
     return [
-        {"index": text.index, "sample": text.sample, "text": text.text, "length": len(text.token_ids)}
+        {
+            "index": text.index,
+            "sample": text.sample,
+            "text": text.text,
+            "length": len(text.token_ids),
+            "error": None if text.error is None else str(text.error),
+        }
         for text in generated.completions
     ]
 
@@ -171,8 +177,7 @@ def sharded(make_training: Callable[[PreTrainedModel], Training], folder: Path) 
         results["is synchronised"] = rounds is not None
     results["unequal"] = texts_of(ring, UNEQUAL, LONG)
     results["num_passes"] = passes.count
-    results["error"] = error_on_one_rank(ring)
-    results["after the error"] = texts_of(ring, UNEQUAL, LONG)
+    results |= errors_on_one_rank(ring)
     return results
 
 
@@ -205,6 +210,14 @@ def plain_text(model, prompt: str) -> str:
     return tokenizer.decode([token_id for token_id in generated if token_id != EOS])
 
 
+class UnboundDrafter(PromptLookupDrafter):
+    """Fails on the second rank, before its texts."""
+
+    def bind(self, target):
+        if PartialState().process_index == 1:
+            raise LookupError("the draft is gone")
+
+
 class FailingDrafter(PromptLookupDrafter):
     """Fails on the second rank, in the midst of its text."""
 
@@ -217,17 +230,22 @@ class FailingDrafter(PromptLookupDrafter):
         return super().draft(rows, max_tokens)
 
 
-def error_on_one_rank(model) -> str:
+def errors_on_one_rank(model) -> dict[str, Any]:
+    error = "none"
     try:
-        texts_of(model, UNEQUAL, LONG, "speculative", draft_model=FailingDrafter(2))
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return "none"
+        texts_of(model, UNEQUAL, LONG, "speculative", draft_model=UnboundDrafter(2))
+    except Exception as caught:
+        error = f"{type(caught).__name__}: {caught}"
+    return {
+        "error": error,
+        "with a failed text": texts_of(model, UNEQUAL, LONG, "speculative", draft_model=FailingDrafter(2)),
+        "after the errors": texts_of(model, UNEQUAL, LONG),
+    }
 
 
 def whole(folder: Path) -> dict:
-    """The error of one rank where every rank goes at its own pace."""
-    return {"error": error_on_one_rank(ring_model()), "after the error": texts_of(ring_model(), UNEQUAL, LONG)}
+    """The errors of one rank where every rank goes at its own pace."""
+    return errors_on_one_rank(ring_model())
 
 
 def broken_pass(folder: Path) -> dict:
