@@ -177,7 +177,8 @@ def sharded(make_training: Callable[[PreTrainedModel], Training], folder: Path) 
         results["is synchronised"] = rounds is not None
     results["unequal"] = texts_of(ring, UNEQUAL, LONG)
     results["num_passes"] = passes.count
-    results |= errors_on_one_rank(ring)
+    results["error"] = error_of(ring, FailingDrafter(2))
+    results["after the error"] = texts_of(ring, UNEQUAL, LONG)
     return results
 
 
@@ -230,22 +231,23 @@ class FailingDrafter(PromptLookupDrafter):
         return super().draft(rows, max_tokens)
 
 
-def errors_on_one_rank(model) -> dict[str, Any]:
-    error = "none"
+def error_of(model, drafter: PromptLookupDrafter) -> str:
+    """What is raised on this rank."""
     try:
-        texts_of(model, UNEQUAL, LONG, "speculative", draft_model=UnboundDrafter(2))
-    except Exception as caught:
-        error = f"{type(caught).__name__}: {caught}"
-    return {
-        "error": error,
-        "with a failed text": texts_of(model, UNEQUAL, LONG, "speculative", draft_model=FailingDrafter(2)),
-        "after the errors": texts_of(model, UNEQUAL, LONG),
-    }
+        texts_of(model, UNEQUAL, LONG, "speculative", draft_model=drafter)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "none"
 
 
 def whole(folder: Path) -> dict:
     """The errors of one rank where every rank goes at its own pace."""
-    return errors_on_one_rank(ring_model())
+    model = ring_model()
+    return {
+        "error": error_of(model, UnboundDrafter(2)),
+        "with a failed text": texts_of(model, UNEQUAL, LONG, "speculative", draft_model=FailingDrafter(2)),
+        "after the errors": texts_of(model, UNEQUAL, LONG),
+    }
 
 
 def broken_pass(folder: Path) -> dict:
