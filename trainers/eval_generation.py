@@ -54,12 +54,21 @@ class EvalGeneration:
             How to decode all of them, with `n` samples per prompt.
         backend (`str`), settings (`Mapping[str, Any]`):
             As in [`get_generation_backend`].
+        template_settings (`Sequence[Mapping[str, Any]]`, *optional*):
+            One for each prompt: its own `tools` and `chat_template_kwargs`. They go before those of `params`.
 
     Raises:
         `ValueError` or `TypeError`: for an unknown backend or setting.
     """
 
-    def __init__(self, prompts: Sequence[Prompt], params: SamplingParams, backend: str, settings: Mapping[str, Any]):
+    def __init__(
+        self,
+        prompts: Sequence[Prompt],
+        params: SamplingParams,
+        backend: str,
+        settings: Mapping[str, Any],
+        template_settings: Sequence[Mapping[str, Any]] | None = None,
+    ):
         if not isinstance(params, SamplingParams):
             raise TypeError(f"`params` has to be `SamplingParams`, but is {params!r}.")
         check_backend_settings(backend, settings)
@@ -67,6 +76,7 @@ class EvalGeneration:
         self.params = params
         self.backend = backend
         self.settings = dict(settings)
+        self.template_settings = template_settings
         self._num_tokens: list[int] = []
 
     @property
@@ -86,7 +96,11 @@ class EvalGeneration:
         def check(target: PreTrainedModel) -> None:
             backend = self._make_backend(target, tokenizer)
             for index, prompt in enumerate(self.prompts):
-                if error := backend.refusal(prompt, replace(self.params, n=1)):
+                try:
+                    error = backend.refusal(prompt, replace(self._params_of(index), n=1))
+                except (TypeError, ValueError) as caught:  # of what the prompt tells the chat template
+                    error = caught
+                if error is not None:
                     raise ValueError(f"Prompt {index} cannot be served: {error}") from error
 
         with generating_model(model) as (target, _):
@@ -134,16 +148,27 @@ class EvalGeneration:
             return list(range(len(self.prompts)))
         if not self._num_tokens:
             encoder = PromptEncoder(target, tokenizer)
-            self._num_tokens = [len(encoder.encode(prompt)[1]) for prompt in self.prompts]
+            self._num_tokens = [
+                len(encoder.encode(prompt, self._params_of(index), index)[1])
+                for index, prompt in enumerate(self.prompts)
+            ]
         budget = self.params.n * (self.params.max_new_tokens or DEFAULT_BUDGET)
         lengths = [count + budget for count in self._num_tokens]
         return split_by_length(lengths, state.num_processes)[state.process_index]
 
     def _params_of(self, index: int) -> SamplingParams:
-        """With a seed of its own for each prompt."""
-        if self.params.is_greedy:
-            return self.params
-        return replace(self.params, seed=mixed_seed(self.params.seed or 0, index))
+        """With a seed for each prompt, and what it tells the chat template."""
+        own: dict[str, Any] = {}
+        if not self.params.is_greedy:
+            own["seed"] = mixed_seed(self.params.seed or 0, index)
+        if self.template_settings is not None:
+            told = self.template_settings[index]
+            own["tools"] = told.get("tools", self.params.tools)
+            own["chat_template_kwargs"] = {
+                **(self.params.chat_template_kwargs or {}),
+                **told.get("chat_template_kwargs", {}),
+            }
+        return replace(self.params, **own)
 
 
 def _models_in(draft: Any) -> list[nn.Module]:

@@ -11,9 +11,9 @@ from typing import Any
 from datasets import Dataset, DatasetDict, IterableDataset, IterableDatasetDict
 
 from hf_specgen.arguments import check_count, shown
-from hf_specgen.serving import Prompt
+from hf_specgen.serving import Prompt, are_messages
 
-from .prompt_columns import TEMPLATE_COLUMNS, Columns, are_messages, check_known, template_settings
+from .prompt_columns import TEMPLATE_COLUMNS, Columns, check_known, template_settings, text_of_reference
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,10 @@ class EvalPrompts:
             max_prompts = check_count("max_prompts", max_prompts)
         check_known(columns, cls.of)
         wanted = Columns.of(columns)
-        given = None if references is None else _as_tuple(references, "references")
+        given = None
+        if references is not None:
+            listed = _as_tuple(references, "references")
+            given = tuple(text_of_reference(reference, number) for number, reference in enumerate(listed))
         if isinstance(prompts, (Dataset, IterableDataset)):
             return _read(prompts, given, wanted, max_prompts)
         if isinstance(prompts, (DatasetDict, IterableDatasetDict)):

@@ -119,7 +119,9 @@ class GenerationEvalCallback(TrainerCallback):
         chosen = EvalPrompts.of(prompts, references, max_prompts, **columns)
         self.references = chosen.references
         params = SamplingParams() if params is None else params
-        self.generation = EvalGeneration(chosen.prompts, params, backend, backend_settings or {})
+        self.generation = EvalGeneration(
+            chosen.prompts, params, backend, backend_settings or {}, chosen.template_settings
+        )
         self.metrics = resolve_metrics(metrics)
         for metric in self.metrics:
             metric.check_references(self.references)

@@ -4,14 +4,14 @@ Knows nothing of data sets but the names of their columns.
 """
 
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from difflib import get_close_matches
 from inspect import signature
 from typing import Any
 
 from hf_specgen.arguments import shown
-from hf_specgen.serving import Prompt
+from hf_specgen.serving import Prompt, are_messages, are_parts, text_of
 
 # Usual names of columns, the first one found is read.
 PROMPT_COLUMNS = ("prompt", "question")
@@ -97,7 +97,7 @@ class Columns:
             return _split_messages(row[self.messages_column], number)
         assert self.prompt_column is not None, "it was located"
         reference = None if self.completion_column is None else row[self.completion_column]
-        return _without_none(row[self.prompt_column]), _reference(reference, number)
+        return _without_none(row[self.prompt_column]), text_of_reference(reference, number)
 
 
 def check_known(names: Iterable[str], function: Callable[..., Any]) -> None:
@@ -130,23 +130,20 @@ def _split_messages(messages: Any, number: int) -> tuple[list[dict[str, Any]], s
             f"Row {number} has to hold an answer of the assistant after something else, but its roles are {roles}. "
             "Conversations without an answer are prompts: name the column with `prompt_column`."
         )
-    return _without_none(messages[: answers[-1]]), _content(messages[answers[-1]], number)
+    answer = messages[answers[-1]]
+    return _without_none(messages[: answers[-1]]), text_of(answer.get("content"), f"The answer of row {number}")
 
 
-def _reference(value: Any, number: int) -> Any:
-    """The text of a completion that is a message."""
+def text_of_reference(value: Any, number: int) -> Any:
+    """The text of a reference that is a message, or the content of one in parts; others stay as they are."""
+    where = f"The reference of row {number}"
+    if are_parts(value):
+        return text_of(value, where)
     if not are_messages(value):
         return value
     if len(value) > 1:
-        raise ValueError(f"Row {number} has to complete with one message, but has {len(value)}.")
-    return _content(value[0], number)
-
-
-def _content(message: Mapping[str, Any], number: int) -> str:
-    content = message.get("content")
-    if not isinstance(content, str):
-        raise ValueError(f"Row {number} has to answer with a text, but the content is {shown(content)}.")
-    return content
+        raise ValueError(f"{where} has to be one message, but it has {len(value)}.")
+    return text_of(value[0].get("content"), where)
 
 
 def template_settings(row: Mapping[str, Any], number: int) -> dict[str, Any]:
@@ -169,9 +166,3 @@ def _without_none(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {key: _without_none(each) for key, each in value.items() if each is not None}
     return [_without_none(each) for each in value] if isinstance(value, list) else value
-
-
-def are_messages(value: Any) -> bool:
-    """Whether it is a conversation."""
-    is_list = isinstance(value, Sequence) and not isinstance(value, str) and len(value) > 0
-    return is_list and all(isinstance(message, Mapping) and "role" in message for message in value)

@@ -1,14 +1,17 @@
 import copy
+import json
+from dataclasses import replace
 
 import pytest
 import torch
+from datasets import Dataset
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from hf_specgen import CausalLMDrafter, DSparkDrafter, PromptLookupDrafter, SamplingParams
 from tests.support.dspark_models import bigram_target, fitted_drafter
 from tests.support.models import assert_partly_accepted, make_model, noisy_copy
 from tests.support.training import PROMPTS, dropout_model, text_tokenizer
-from trainers import EvalGeneration, preserved
+from trainers import EvalGeneration, EvalPrompts, preserved
 
 GREEDY = SamplingParams(max_new_tokens=12, temperature=0)
 
@@ -83,13 +86,94 @@ def test_wrappers_of_data_parallelism_are_looked_through(tmp_path):
     torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     try:
         for wrap in (DistributedDataParallel, DataParallel):
-            draft = noisy_copy(make_model())
+            draft = wrap(noisy_copy(make_model()))
             evaluation = generation(backend="speculative", draft_model=draft, num_assistant_tokens=3)
             generated = evaluation.generate(wrap(make_model()), text_tokenizer())
             assert [text.text for text in generated.completions] == expected
             assert_partly_accepted(generated.stats)
     finally:
         torch.distributed.destroy_process_group()
+
+
+# What is told the chat template
+
+TEMPLATE = (
+    "{% if tools %}T{% for tool in tools %}{{ tool.function.name }}{% endfor %}{% endif %}"
+    "{% if depth is defined %}:{{ depth }}{% endif %}"
+    "{% for message in messages %}<{{ message.role[0] | upper }}{{ message.content }}>{% endfor %}"
+    "{% if add_generation_prompt %}<A{% endif %}"
+)
+
+
+def chat_tokenizer():
+    tokenizer = text_tokenizer()
+    tokenizer.chat_template = TEMPLATE
+    return tokenizer
+
+
+def tool(name):
+    return {"type": "function", "function": {"name": name, "parameters": {"type": "object"}}}
+
+
+def chat_row(question, answer="ABC", **told):
+    return {
+        "prompt": [{"role": "user", "content": question}],
+        "completion": [{"role": "assistant", "content": answer}],
+        **told,
+    }
+
+
+def seen_prompts(dataset, params=GREEDY):
+    """The prompts of a data set as the model sees them."""
+    prompts = EvalPrompts.of(dataset)
+    evaluation = EvalGeneration(prompts.prompts, params, "batched", {}, prompts.template_settings)
+    evaluation.check(make_model(), chat_tokenizer())
+    return [text.prompt for text in evaluation.generate(make_model(), chat_tokenizer()).completions]
+
+
+def test_rows_tell_the_chat_template_what_they_tell_it_in_sft(tmp_path):
+    trl = pytest.importorskip("trl")
+    dataset = Dataset.from_list(
+        [
+            chat_row("HI", tools=json.dumps([tool("LOOK")]), chat_template_kwargs={"depth": 3}),
+            chat_row("GO", tools=json.dumps([tool("WAIT"), tool("GO")]), chat_template_kwargs={"depth": 4}),
+        ]
+    )
+    trainer = trl.SFTTrainer(
+        model=make_model(),
+        args=trl.SFTConfig(str(tmp_path), use_cpu=True, bf16=False, report_to=[], max_steps=1),
+        train_dataset=dataset,
+        processing_class=chat_tokenizer(),
+    )
+    trained = [
+        trainer.processing_class.decode([i for i, label in zip(row["input_ids"], row["labels"]) if label == -100])
+        for row in trainer.train_dataset
+    ]
+    assert trained == ["TLOOK:3<UHI><A", "TWAITGO:4<UGO><A"]
+    assert seen_prompts(dataset) == trained
+
+
+def test_what_a_row_tells_goes_before_what_params_tell():
+    dataset = Dataset.from_list(
+        [chat_row("HI", tools=[tool("LOOK")], chat_template_kwargs=None), chat_row("GO", chat_template_kwargs={"depth": 4})]
+    )
+    params = replace(GREEDY, tools=[tool("WAIT")], chat_template_kwargs={"depth": 2})
+    assert seen_prompts(dataset, params) == ["TLOOK:2<UHI><A", "TWAIT:4<UGO><A"]
+    assert seen_prompts(dataset) == ["TLOOK<UHI><A", ":4<UGO><A"]
+
+
+def test_contents_in_parts_reach_the_model():
+    content = [{"type": "text", "text": "H"}, {"type": "text", "text": "I"}]
+    assert seen_prompts(Dataset.from_list([chat_row(content), chat_row("I")]).select([0])) == ["<UHI><A"]
+
+
+def test_what_the_chat_template_must_not_be_told_names_the_prompt():
+    dataset = Dataset.from_list([chat_row("HI"), chat_row("GO", chat_template_kwargs={"tokenize": True})])
+    with pytest.raises(ValueError, match="Prompt 1 cannot be served: .*tokenize"):
+        seen_prompts(dataset)
+
+
+# Samples
 
 
 def test_samples_have_random_numbers_of_their_own_the_same_each_time():

@@ -108,8 +108,8 @@ def test_settings_that_do_not_exist():
         (rows({"messages": CHAT}), {}, r"Row 0 has to hold an answer of the assistant .*roles are \['user'\]"),
         (rows({"messages": [ANSWER]}), {}, r"Row 0 .* after something else"),
         (table(messages=["hi"]), {}, "Row 0 has to hold a list of messages"),
-        (rows({"messages": [*CHAT, {"role": "assistant", "content": None}]}), {}, "Row 0 has to answer with a text"),
-        (rows({"prompt": "a", "completion": [ANSWER, ANSWER]}), {}, "Row 0 has to complete with one message"),
+        (rows({"messages": [*CHAT, {"role": "assistant", "content": None}]}), {}, "The answer of row 0 has to have a text or"),
+        (rows({"prompt": "a", "completion": [ANSWER, ANSWER]}), {}, "The reference of row 0 has to be one message, but it has 2"),
         (table(prompt=[5]), {}, "number 0 is 5"),
         (stream(text=["no marker"]), {"split_marker": "="}, "Row 0 has to hold the `split_marker`"),
     ],
@@ -117,6 +117,38 @@ def test_settings_that_do_not_exist():
 def test_rows_that_cannot_be_read(dataset, columns, sentence):
     with pytest.raises((ValueError, TypeError), match=sentence):
         EvalPrompts.of(dataset, max_prompts=2, **columns)
+
+
+# Contents in parts
+
+
+def parts(*texts):
+    return [{"type": "text", "text": text} for text in texts]
+
+
+def test_references_in_parts_are_their_text():
+    answer = {"role": "assistant", "content": parts("hel", "lo")}
+    asked = [{"role": "user", "content": parts("hi")}]
+    for dataset in (rows({"messages": [*asked, answer]}), rows({"prompt": asked, "completion": [answer]})):
+        assert EvalPrompts.of(dataset) == EvalPrompts((asked,), ("hello",))
+    references = [[answer], parts("hel", "lo"), "hello", ["hello", "hi"], 5]
+    assert EvalPrompts.of(["a"] * 5, references).references == ("hello", "hello", "hello", ["hello", "hi"], 5)
+
+
+def test_keys_that_only_other_parts_have_are_gone():
+    content = [{"type": "text", "text": "hi", "cached": None}]
+    prompts = EvalPrompts.of(rows({"prompt": [{"role": "user", "content": content}]}))
+    assert prompts.prompts == ([{"role": "user", "content": parts("hi")}],)
+
+
+@pytest.mark.parametrize("kind", ["image", "audio"])
+def test_parts_that_are_no_text_are_named(kind):
+    answer = {"role": "assistant", "content": [{"type": kind, "text": None}]}
+    for dataset in (rows({"messages": [*CHAT, answer]}), rows({"prompt": CHAT, "completion": [answer]})):
+        with pytest.raises(ValueError, match=f"of row 0, part 0, is '{kind}', but only text is read"):
+            EvalPrompts.of(dataset)
+    with pytest.raises(ValueError, match=f"reference of row 1, part 0, is '{kind}'"):
+        EvalPrompts.of(["a", "b"], ["x", [answer]])
 
 
 # What rows tell the chat template
