@@ -15,7 +15,7 @@ from ..drafters.widths import ConfidenceThreshold
 from ..dspark import DSparkDrafter, DSparkModel
 from ..engine.drafter import MAX_CANDIDATES, Drafter
 from ..engine.model_facts import check_vocab_sizes, vocab_size
-from .wrappers import is_peft_model
+from .wrappers import is_peft_model, without_data_parallel
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,8 @@ def drafts_its_own_way(assistant_model: Any) -> bool:
 
 
 def _dspark_model(assistant_model: Any) -> DSparkModel | None:
-    """A DSpark drafter, compiled or not."""
+    """A DSpark drafter, wrapped or not."""
+    assistant_model = without_data_parallel(assistant_model)
     model = assistant_model._orig_mod if isinstance(assistant_model, OptimizedModule) else assistant_model
     return model if isinstance(model, DSparkModel) else None
 
@@ -124,6 +125,7 @@ def make_drafter(
         settings.refuse_given(set(), "a `Drafter` carries its own settings")
         return assistant_model
     settings.refuse_given(MODEL_SETTINGS, "a draft model has no use for it")
+    assistant_model = without_data_parallel(assistant_model)
     if (dspark_model := _dspark_model(assistant_model)) is not None:
         return _dspark_drafter(dspark_model, settings)
     if not isinstance(assistant_model, PreTrainedModel | OptimizedModule) and not is_peft_model(assistant_model):

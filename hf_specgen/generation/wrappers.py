@@ -33,6 +33,11 @@ def unwrap(model: Any) -> PreTrainedModel:
     return model
 
 
+def without_data_parallel(model: Any) -> Any:
+    """What stands inside a data-parallel wrapper; other models as they are."""
+    return without_data_parallel(model.module) if isinstance(model, DataParallel | DistributedDataParallel) else model
+
+
 def is_peft_model(model: Any) -> bool:
     """Whether this is a `PeftModel`, told without importing peft."""
     return hasattr(model, "peft_config") and hasattr(model, "get_base_model")

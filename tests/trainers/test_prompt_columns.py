@@ -108,8 +108,16 @@ def test_settings_that_do_not_exist():
         (rows({"messages": CHAT}), {}, r"Row 0 has to hold an answer of the assistant .*roles are \['user'\]"),
         (rows({"messages": [ANSWER]}), {}, r"Row 0 .* after something else"),
         (table(messages=["hi"]), {}, "Row 0 has to hold a list of messages"),
-        (rows({"messages": [*CHAT, {"role": "assistant", "content": None}]}), {}, "The answer of row 0 has to have a text or"),
-        (rows({"prompt": "a", "completion": [ANSWER, ANSWER]}), {}, "The reference of row 0 has to be one message, but it has 2"),
+        (
+            rows({"messages": [*CHAT, {"role": "assistant", "content": None}]}),
+            {},
+            "answer of row 0 has to have a text or",
+        ),
+        (
+            rows({"prompt": "a", "completion": [ANSWER, ANSWER]}),
+            {},
+            "reference of row 0 has to be one message",
+        ),
         (table(prompt=[5]), {}, "number 0 is 5"),
         (stream(text=["no marker"]), {"split_marker": "="}, "Row 0 has to hold the `split_marker`"),
     ],
@@ -144,7 +152,8 @@ def test_keys_that_only_other_parts_have_are_gone():
 @pytest.mark.parametrize("kind", ["image", "audio"])
 def test_parts_that_are_no_text_are_named(kind):
     answer = {"role": "assistant", "content": [{"type": kind, "text": None}]}
-    for dataset in (rows({"messages": [*CHAT, answer]}), rows({"prompt": CHAT, "completion": [answer]})):
+    asked = [{"role": "user", "content": parts("hi")}]
+    for dataset in (rows({"messages": [*asked, answer]}), rows({"prompt": asked, "completion": [answer]})):
         with pytest.raises(ValueError, match=f"of row 0, part 0, is '{kind}', but only text is read"):
             EvalPrompts.of(dataset)
     with pytest.raises(ValueError, match=f"reference of row 1, part 0, is '{kind}'"):
