@@ -22,12 +22,14 @@ from transformers import (
 from ..logits_process.bias_and_masks import LogitBias
 from ..logits_process.token_penalties import TokenPenalties
 from .parameter_checks import CHECKS
+from .parameter_names import with_hints
 from .request_error import RequestError, refused
 
 DEFAULT_BUDGET = 256  # tokens of a request that names none, if there is room
 TEMPLATE_FIELDS = ("tools", "documents", "chat_template_kwargs", "continue_final_message")
 
 
+@with_hints
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
     r"""
