@@ -71,7 +71,7 @@ class CausalLMDrafter(Drafter):
     def __repr__(self) -> str:
         return (
             f"CausalLMDrafter({type(self.model).__name__}, num_assistant_tokens={self.num_assistant_tokens}, "
-            f"confidence_threshold={self.confidence_threshold}, is_heuristic={self.is_heuristic}, "
+            f"probability_threshold={self.probability_threshold}, is_heuristic={self.is_heuristic}, "
             f"temperature={self.temperature})"
         )
 

@@ -6,7 +6,7 @@ from ..engine.logprobs import TokenLogprobs
 from ..engine.stats import DecodingStats
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Completion:
     """
     The answer to a prompt.
@@ -25,7 +25,7 @@ class Completion:
         logprobs (`tuple[TokenLogprobs, ...]`, *optional*):
             Per token, if asked for.
         stats ([`DecodingStats`]):
-            The counts of this completion.
+            The counts of this completion; `stats.summary()` tells them in a sentence.
         error (`Exception`, *optional*):
             What went wrong, with finish reason `"error"`.
         stop_reason (`str` or `int`, *optional*):
@@ -50,3 +50,11 @@ class Completion:
     def num_generated_tokens(self) -> int:
         """Tokens that were generated, with those that are no part of the text."""
         return len(self.token_ids)
+
+    def __repr__(self) -> str:
+        """Without the prompt and what is told per token."""
+        told = f"index={self.index}, sample={self.sample}, text={self.text!r}, finish_reason={self.finish_reason!r}"
+        if self.stop_reason is not None:
+            told += f", stop_reason={self.stop_reason!r}"
+        told += f", num_prompt_tokens={self.num_prompt_tokens}, num_generated_tokens={self.num_generated_tokens}"
+        return f"Completion({told})" if self.error is None else f"Completion({told}, error={self.error!r})"

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import fields
 from difflib import get_close_matches
 from functools import wraps
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from .request_error import UNSUPPORTED_PARAMETER, RequestTypeError
 
@@ -32,7 +32,6 @@ HINTS = {
     "bad_words": "`logit_bias` of -100 forbids a token",
     "bad_words_ids": "`logit_bias` of -100 forbids a token",
     "suppress_tokens": "`logit_bias` of -100 forbids a token",
-    "allowed_token_ids": "`logit_bias` of 100 asks for a token, -100 forbids it",
     "num_beams": "there is no beam search here",
     "use_beam_search": "there is no beam search here",
     "enable_thinking": "give it in `chat_template_kwargs`",
@@ -42,15 +41,16 @@ HINTS = {
 def with_hints(kind: type[T]) -> type[T]:
     """A dataclass that refuses an unknown name with what it is called here, as a class decorator."""
     known = [entry.name for entry in fields(kind)]  # type: ignore[arg-type]
-    make: Callable[..., None] = kind.__init__  # type: ignore[misc]
+    make: Callable[..., None] = kind.__init__
 
     @wraps(make)
-    def make_or_hint(self: T, *args: object, **given: object) -> None:
-        for name in given.keys() - set(known):
-            raise RequestTypeError(_refusal(kind.__name__, name, known), UNSUPPORTED_PARAMETER, name)
+    def make_or_hint(self: Any, *args: Any, **given: Any) -> None:
+        if unknown := [name for name in given if name not in known]:
+            message = _refusal(kind.__name__, unknown[0], known)
+            raise RequestTypeError(message, UNSUPPORTED_PARAMETER, unknown[0])
         make(self, *args, **given)
 
-    kind.__init__ = make_or_hint  # type: ignore[misc]
+    kind.__init__ = make_or_hint  # type: ignore[method-assign]
     return kind
 
 

@@ -47,7 +47,9 @@ def raised(function: Callable) -> set[str]:
     """The classes of errors in a function's own `raise` statements."""
     tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
     calls = [node.exc for node in ast.walk(tree) if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call)]
-    return {call.func.id for call in calls if isinstance(call.func, ast.Name)}
+    names = {call.func.id for call in calls if isinstance(call.func, ast.Name)}
+    # `RequestTypeError` is a `RequestError` and a `TypeError`; small letters are functions that make an error.
+    return {name.replace("RequestTypeError", "RequestError") for name in names if name[0].isupper()}
 
 
 def public_methods(thing: type) -> dict[str, Any]:

@@ -356,6 +356,6 @@ def test_drafter_that_drafts_nothing_leaves_plain_decoding(llama):
 def test_drafters_show_their_settings(llama):
     assert repr(PromptLookupDrafter(4)) == "PromptLookupDrafter(num_assistant_tokens=4, max_ngram_size=3)"
     assert repr(CausalLMDrafter(llama, 3, 0.5, "heuristic")) == (
-        "CausalLMDrafter(LlamaForCausalLM, num_assistant_tokens=3, confidence_threshold=0.5, is_heuristic=True, "
+        "CausalLMDrafter(LlamaForCausalLM, num_assistant_tokens=3, probability_threshold=0.5, is_heuristic=True, "
         "temperature=1.0)"
     )

@@ -34,7 +34,7 @@ def test_backends_show_model_drafter_and_width():
             "eager": "None",
             "batched": "None",
             "lookup": "PromptLookupDrafter(num_assistant_tokens=5, max_ngram_size=3)",
-            "speculative": "CausalLMDrafter(LlamaForCausalLM, num_assistant_tokens=3, confidence_threshold=0.0, "
+            "speculative": "CausalLMDrafter(LlamaForCausalLM, num_assistant_tokens=3, probability_threshold=0.0, "
             "is_heuristic=False, temperature=1.0)",
             "dspark": "DSparkDrafter(DSparkModel, num_assistant_tokens=3, draft_length=VerifyAll(), "
             "is_calibrated=False)",
