@@ -12,7 +12,9 @@ class RequestError(ValueError):
     """
     A request is refused, before anything is computed.
 
-    Attributes:
+    Args:
+        message (`str`):
+            What is wrong and what to do.
         code (`str`):
             The kind of mistake: `"invalid_value"`, `"invalid_type"`, `"unsupported_parameter"`,
             `"unsupported_value"` or `"context_length_exceeded"`.
