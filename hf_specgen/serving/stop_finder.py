@@ -34,10 +34,10 @@ class StopFinder:
         is_leaf = [True] * len(self.depths)
         # From the root outwards: what is shorter is then complete.
         for key, state in sorted(self._following.items(), key=lambda item: self.depths[item[1]]):
-            parent, character = divmod(key, NUM_CHARACTERS)
+            parent, code = divmod(key, NUM_CHARACTERS)
             is_leaf[parent] = False
             if parent:
-                self._shorter[state] = self.step(self._shorter[parent], chr(character))
+                self._shorter[state] = self.step(self._shorter[parent], chr(code))
             if self.stops[state] is None:
                 self.stops[state] = self.stops[self._shorter[state]]
         for state in sorted(range(len(self.depths)), key=self.depths.__getitem__):
