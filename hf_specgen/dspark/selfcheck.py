@@ -14,7 +14,7 @@ from ..engine.decoder import Decoder
 from ..engine.model_facts import eos_ids
 from ..engine.request import Request
 from ..engine.rules import DecodingRules
-from ..prompts.sources import encode_prompt, load_prompts
+from ..prompts import encode_prompt, load_prompts
 from .drafter import DSparkDrafter
 from .modeling import DSparkModel
 

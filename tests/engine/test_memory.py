@@ -105,9 +105,7 @@ def test_memory_that_cannot_be_taken_back_is_refused_by_name(models):
     plain, ours, draft = models
     sentence = "`HoldsIterator` holds a `count`, whose state cannot be taken back"
     with pytest.raises(ValueError, match=sentence):
-        ours.generate(
-            **left_padded([4]), max_new_tokens=4, assistant_model=draft, logits_processor=[HoldsIterator()]
-        )
+        ours.generate(**left_padded([4]), max_new_tokens=4, assistant_model=draft, logits_processor=[HoldsIterator()])
     request = Request([5], 4, DecodingRules(LogitsProcessorList([HoldsIterator()])))
     with pytest.raises(ValueError, match=sentence):
         Decoder(plain, PromptLookupDrafter(3)).add(request)
