@@ -26,7 +26,7 @@ class DSparkDrafter(Drafter):
     Drafts a block per round in one pass of a [`DSparkModel`].
 
     The target's processors and warpers are applied to the corrected logits of each candidate, in fp32, and a sampling
-    row draws from exactly the law that it passes on.
+    row draws from exactly the distribution that it passes on.
 
     Args:
         draft_model ([`DSparkModel`]):
@@ -121,7 +121,7 @@ class DSparkDrafter(Drafter):
         self.confidence_logits = model.unroll(states, logits, anchor_ids, block.choose, self._has_confidence())
         is_live = torch.tensor([request is not None for request in rows.spanned])
         lengths = self.draft_length.lengths(self._confidences(), block.limits, is_live)
-        return Candidates(block.token_ids, lengths, torch.stack(block.laws, dim=1) if block.laws else None)
+        return Candidates(block.token_ids, lengths, torch.stack(block.probs, dim=1) if block.probs else None)
 
     def _has_confidence(self) -> bool:
         return self.keep_confidence or self.draft_length.needs_confidence
@@ -151,7 +151,7 @@ class _Block:
         has_processors = any(request.rules.logits_processor for _, request in rows.live())
         self.is_plain = self.is_known and not has_processors and not self.is_sampling
         self.chosen_ids: list[Tensor] = []  # each (rows,)
-        self.laws: list[Tensor] = []
+        self.probs: list[Tensor] = []
 
     @property
     def token_ids(self) -> Tensor:
@@ -177,10 +177,10 @@ class _Block:
             self.limits[row] = min(int(self.limits[row]), index)
         chosen_ids = scores.argmax(dim=-1)
         if self.is_sampling:
-            law = scores.softmax(dim=-1)
-            sampled_ids = sample(law.nan_to_num(), self.noise[:, index])
+            probs = scores.softmax(dim=-1)
+            sampled_ids = sample(probs.nan_to_num(), self.noise[:, index])
             chosen_ids = torch.where(self.sampling_rows, sampled_ids, chosen_ids)
-            self.laws.append(law)
+            self.probs.append(probs)
         self.chosen_ids.append(chosen_ids)
         chosen_ids = chosen_ids.to(logits.device)
         return chosen_ids if self.is_known else self.model.known_ids(chosen_ids)

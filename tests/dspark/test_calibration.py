@@ -46,7 +46,7 @@ def exact_records(*factors: float) -> ConfidenceRecords:
 
 
 def random_records(factors: tuple[float, ...], seed: int, count: int = 4000) -> ConfidenceRecords:
-    """True logits from a normal law, candidates kept with those probabilities; logits are scaled by the factors."""
+    """True logits, normally distributed; candidates kept with those probabilities; logits scaled by the factors."""
     generator = torch.Generator().manual_seed(seed)
     logits = 1.2 * torch.randn(count, len(factors), generator=generator) + 1.2
     is_kept = torch.rand(logits.shape, generator=generator) < logits.sigmoid()

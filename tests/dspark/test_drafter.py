@@ -368,7 +368,7 @@ def test_fewer_candidates_are_a_cut_of_the_same_block(target, speculating, draft
 
 
 def test_law_is_that_of_the_processed_logits_once(speculating, draft, monkeypatch):
-    """What is passed on as the law of a candidate is that of its corrected logits behind those before it."""
+    """What is passed on as the distribution of a candidate is that of its corrected logits behind those before it."""
     corrected, unroll, num_checked = [], DSparkModel.unroll, 0
 
     def recording_unroll(model, states, base_logits, anchor_ids, choose, has_confidence=True):

@@ -189,23 +189,66 @@ class FailingCriterion(StoppingCriteria):
         return self.judge(input_ids)
 
 
-@pytest.mark.parametrize("kind", ["processor", "criterion"])
-def test_failure_of_a_shared_processor_or_criterion_is_made_good(target, draft, kind):
-    batch, stats, num_failures = left_padded([6, 2, 9]), [], 0
-    expected = target.generate(**batch, max_new_tokens=16, eos_token_id=-1)[:, 9:].tolist()
+def decoded_with(shared: DecodingRules, target, draft) -> tuple[list[Request], Decoder, int]:
+    """Requests of a padded batch with rules that fail once, their decoder, and how many rounds raised."""
+    batch = left_padded([6, 2, 9])
+    padded_batch = PaddedBatch(batch["input_ids"], 16)
+    requests = [
+        Request(ids[mask == 1].tolist(), 16, shared, batch=padded_batch, batch_row=row)
+        for row, (ids, mask) in enumerate(zip(batch["input_ids"], batch["attention_mask"]))
+    ]
+    decoder = Decoder(target, DSparkDrafter(draft), max_batch_size=3)
+    return requests, decoder, go_on(decoder, requests, lambda: None)
+
+
+@pytest.fixture(scope="module")
+def texts(target):
+    return target.generate(**left_padded([6, 2, 9]), max_new_tokens=16, eos_token_id=-1)[:, 9:].tolist()
+
+
+def test_failure_of_a_shared_criterion_is_made_good(target, draft, texts):
+    stats, num_failures = [], 0
     for call in (0, 2, 3, 5, 9, 14):
-        shared = DecodingRules(
-            LogitsProcessorList([FailingProcessor(call)] if kind == "processor" else []),
-            StoppingCriteriaList([FailingCriterion(call)] if kind == "criterion" else []),
-        )
-        padded_batch = PaddedBatch(batch["input_ids"], 16)
-        requests = [
-            Request(ids[mask == 1].tolist(), 16, shared, batch=padded_batch, batch_row=row)
-            for row, (ids, mask) in enumerate(zip(batch["input_ids"], batch["attention_mask"]))
-        ]
-        decoder = Decoder(target, DSparkDrafter(draft), max_batch_size=3)
-        num_failures += go_on(decoder, requests, lambda: None)
-        assert [request.token_ids for request in requests] == expected
+        shared = DecodingRules(stopping_criteria=StoppingCriteriaList([FailingCriterion(call)]))
+        requests, decoder, raised = decoded_with(shared, target, draft)
+        num_failures += raised
+        assert [request.token_ids for request in requests] == texts
         stats.append(decoder.stats)
-    assert num_failures >= 2, "in drafting a failure only ends the block"
+    assert num_failures >= 2
     assert_partly_accepted(*stats)
+
+
+def test_failure_of_a_shared_processor_ends_its_requests_or_a_block(target, draft, texts):
+    """It is raised where the target's scores are judged; in drafting it only ends the block."""
+    num_failures, num_whole, stats = 0, 0, []
+    for call in range(12):
+        shared = DecodingRules(LogitsProcessorList([FailingProcessor(call)]))
+        requests, decoder, raised = decoded_with(shared, target, draft)
+        num_failures += raised > 0
+        for request, text in zip(requests, texts):
+            has_failed = request.finish_reason == "error"
+            assert request.token_ids == (text[: len(request.token_ids)] if has_failed else text)
+        assert any(request.finish_reason == "error" for request in requests) == (raised > 0)
+        if not raised:
+            num_whole += 1
+            stats.append(decoder.stats)
+    assert num_failures >= 2 and num_whole >= 2
+    assert_partly_accepted(*stats)
+
+
+def test_seeded_rows_go_on_as_if_a_failed_round_had_not_been(target, draft, monkeypatch):
+    def sampled() -> list[Request]:
+        return [Request([5 + row, 9, 7], 24, rules(do_sample=True), seed=row) for row in range(3)]
+
+    expected, num_failures = sampled(), 0
+    stats = run(target, DSparkDrafter(draft), expected, slots=3)
+    assert_partly_accepted(stats)
+    for place in ("forward", "write_context", "unroll"):
+        for call in (0, 1, 2, 5):
+            with monkeypatch.context() as patch:
+                patch.setattr(DSparkModel, place, failing_once(getattr(DSparkModel, place), call))
+                requests = sampled()
+                decoder = Decoder(target, DSparkDrafter(draft), max_batch_size=3)
+                num_failures += go_on(decoder, requests, lambda: None)
+            assert [r.token_ids for r in requests] == [r.token_ids for r in expected], (place, call)
+    assert num_failures >= 9

@@ -1,4 +1,4 @@
-"""Reference traces of the published implementations, reproduced by both doors. Skipped where they are not at hand."""
+"""Traces of the published implementations, reproduced by both entry points. Skipped where they are not at hand."""
 
 import copy
 import json
@@ -143,7 +143,7 @@ def test_dspark_rounds_equal_the_reference(enabled, monkeypatch, head, threshold
 
 
 @pytest.mark.parametrize("head", HEADS)
-def test_stock_door_equals_the_reference(target, monkeypatch, head):
+def test_stock_entry_point_equals_the_reference(target, monkeypatch, head):
     name = f"dspark_tiny/dspark_{head}"
     draft = load(name)
     golden = load_file(GOLDEN / name / "trace_threshold_0.safetensors")

@@ -1,8 +1,7 @@
-"""What DSpark emits has the target's law, through both doors: with every Markov head, processors, policies, and a
-reduced vocabulary. The faults that would spoil it are noticed."""
+"""What DSpark emits has the target's distribution, through both entry points: with every Markov head, processors,
+policies, and a reduced vocabulary. The faults that would spoil it are noticed."""
 
 import copy
-import itertools
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,10 +12,10 @@ from transformers import TopKLogitsWarper
 from hf_specgen import DSparkDrafter, FrequencyPenalty, StepCosts, ThroughputScheduler, enable_speculation
 from hf_specgen.drafters import ConfidenceThreshold
 from hf_specgen.drafters.widths import DraftLengthPolicy
-from hf_specgen.dspark import drafter as drafting_dspark
-from hf_specgen.dspark import stock_assistant as assistant_dspark
+from hf_specgen.dspark import drafter as dspark_drafter
+from hf_specgen.dspark import stock_assistant
 from hf_specgen.engine import verification
-from tests.support.chi_square import FALSE_ALARM, chi_square_p_value, law_of_p
+from tests.support.chi_square import FALSE_ALARM, chi_square_p_value, continuation_probs, law_of_p
 from tests.support.dspark_models import bigram_target, fitted_drafter
 
 pytestmark = pytest.mark.slow
@@ -24,13 +23,13 @@ pytestmark = pytest.mark.slow
 VOCAB, LENGTH, ROWS = 4, 4, 1000  # a block of two candidates is judged between the first token and the last
 NUM_DRAWS, NUM_DRAWS_SLOW = 3_000, 8_000
 DRAFTER_SEED = 3
-TEXT_LENGTH, NUM_TEXTS, NUM_TEXTS_SLOW = 200, 3, 6  # of the stock door, which decodes one row at a time
+TEXT_LENGTH, NUM_TEXTS, NUM_TEXTS_SLOW = 200, 3, 6  # of the stock entry point, which decodes one row at a time
 PROMPT = [3, 1, 2, 0, 2, 0, 3, 1]
 
 
 @dataclass(frozen=True)
 class Case:
-    process: Any = lambda ids, logits: logits  # the target's law, computed by other means
+    process: Any = lambda ids, logits: logits  # the target's distribution, computed by other means
     settings: dict = field(default_factory=dict)
 
 
@@ -76,18 +75,6 @@ def drafter_for(plain, head: str, kind: str = "whole"):
     return fitted_drafter(plain, head, noise=0.6, seed=DRAFTER_SEED, **DRAFTERS[kind])
 
 
-@torch.no_grad()
-def exact_law(model, process) -> torch.Tensor:
-    """The probabilities of all continuations in the order of `itertools.product`."""
-    law = torch.ones(1)
-    for length in range(LENGTH):
-        continuations = torch.tensor(list(itertools.product(range(VOCAB), repeat=length)), dtype=torch.long)
-        prefixes = torch.cat([torch.tensor(PROMPT).expand(len(continuations), -1), continuations], dim=1)
-        scores = process(prefixes, model(input_ids=prefixes).logits[:, -1])
-        law = (law[:, None] * scores.softmax(dim=-1)).flatten()
-    return law
-
-
 def p_value_of(plain, target, case: Case, num_draws: int = NUM_DRAWS, **settings) -> float:
     """Of the continuations that our loop draws; fails if nothing or everything was accepted."""
     torch.manual_seed(1)
@@ -100,7 +87,7 @@ def p_value_of(plain, target, case: Case, num_draws: int = NUM_DRAWS, **settings
         counts += (ids * places).sum(dim=1).bincount(minlength=VOCAB**LENGTH)
         acceptance += target.speculation_stats.acceptance_rate * ROWS / num_draws
         num_second += target.speculation_stats.judged[1]
-    p_value = chi_square_p_value(counts, exact_law(plain, case.process))
+    p_value = chi_square_p_value(counts, continuation_probs(plain, case.process, PROMPT, LENGTH))
     print(f"\nmean acceptance {acceptance:.3f}, {num_second} second candidates, p-value {p_value:.3g}")
     assert 0.05 < acceptance < 0.97
     assert num_second > 0, "no second candidate was judged"
@@ -179,19 +166,19 @@ def sharper_sample(weights: torch.Tensor, uniforms: torch.Tensor) -> torch.Tenso
 
 
 def test_candidates_drawn_from_another_law_than_the_stated_one_are_noticed(plain, target, monkeypatch):
-    monkeypatch.setattr(drafting_dspark, "sample", sharper_sample)
+    monkeypatch.setattr(dspark_drafter, "sample", sharper_sample)
     assert p_value_of(plain, target, Case(), assistant_model=drafter_for(plain, "gated")) < FALSE_ALARM
 
 
-# The stock door
+# The stock entry point
 
 
 @torch.no_grad()
 def deviation_of(model, process, texts: list[list[int]]) -> tuple[float, int]:
     """
-    How far the tokens of some texts lie from the laws that the target has at their places: by the token before them,
+    How far the tokens of some texts lie from the target's distributions at their places: by the token before them,
     the sums of `1[token] - p` as a chi-square over their covariance, with its degrees of freedom. What was drawn does
-    not have to be independent for this, only to follow the law given all before it.
+    not have to be independent for this, only to follow the distribution given all before it.
     """
     difference = torch.zeros(VOCAB, VOCAB, dtype=torch.double)
     covariance = torch.zeros(VOCAB, VOCAB, VOCAB, dtype=torch.double)
@@ -239,7 +226,7 @@ class CountingStreamer:
 
 
 @pytest.mark.parametrize(("head", "name", "threshold"), OTHER_THRESHOLDS)
-def test_stock_door_has_the_law_of_the_target(plain, head, name, threshold):
+def test_stock_entry_point_has_the_law_of_the_target(plain, head, name, threshold):
     """Each case wrongly alarms for one seed in 10,000."""
     draft = drafter_for(plain, head)
     draft.confidence_threshold = threshold
@@ -247,19 +234,19 @@ def test_stock_door_has_the_law_of_the_target(plain, head, name, threshold):
 
 
 @pytest.mark.parametrize(("head", "name", "threshold"), FAST)
-def test_stock_door_has_the_law_of_the_target_in_long_texts(plain, head, name, threshold):
+def test_stock_entry_point_has_the_law_of_the_target_in_long_texts(plain, head, name, threshold):
     draft = drafter_for(plain, head)
     draft.confidence_threshold = threshold
     assert stock_p_value(plain, draft, CASES[name], NUM_TEXTS_SLOW) > FALSE_ALARM
 
 
 @pytest.mark.parametrize(("kind", "threshold"), [("reduced vocabulary", 0.0), ("1+N", 0.5)])
-def test_stock_door_keeps_the_law_with_other_kinds_of_drafters(plain, kind, threshold):
+def test_stock_entry_point_keeps_the_law_with_other_kinds_of_drafters(plain, kind, threshold):
     draft = drafter_for(plain, "vanilla", kind)
     draft.confidence_threshold = threshold
     assert stock_p_value(plain, draft, CASES["temperature 0.7 and top-k 3"]) > FALSE_ALARM
 
 
 def test_other_law_of_the_candidates_is_noticed_at_the_stock_door(plain, monkeypatch):
-    monkeypatch.setattr(assistant_dspark, "sample", sharper_sample)
+    monkeypatch.setattr(stock_assistant, "sample", sharper_sample)
     assert stock_p_value(plain, drafter_for(plain, "rnn"), CASES["temperature 1"]) < FALSE_ALARM

@@ -55,7 +55,7 @@ class RoundSizes(RecordingStreamer):
 
 
 def decode(target, draft, batch=None, **settings):
-    """Generates through the stock door; the ids and the sizes of the rounds."""
+    """Generates through the stock entry point; the ids and the sizes of the rounds."""
     batch = left_padded([6]) if batch is None else batch
     settings = {"max_new_tokens": 24, "streamer": RoundSizes(), **settings}
     ids = target.generate(**batch, assistant_model=draft, **settings)
@@ -252,7 +252,7 @@ def test_masked_columns_inside_a_prompt_are_no_context(target, draft):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_scores_are_those_of_the_processed_logits_once(target, draft, monkeypatch, dtype):
-    """What the loop takes for the law of a candidate is that of its corrected logits behind those before it."""
+    """What the loop takes for a candidate's distribution is that of its corrected logits behind those before it."""
     corrected, outputs = [], []
     unroll, generate = DSparkModel.unroll, DSparkModel.generate
 

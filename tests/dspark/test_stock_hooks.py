@@ -11,7 +11,7 @@ from torch.nn.modules import module as torch_module
 from transformers import LogitsProcessor
 
 from hf_specgen import DSparkModel
-from hf_specgen.dspark import stock_assistant as assistant_dspark
+from hf_specgen.dspark import stock_assistant
 from tests.support.dspark_models import HEADS, bigram_target, fitted_drafter
 from tests.support.generate_calls import RecordingStreamer
 from tests.support.models import left_padded, noisy_copy
@@ -58,7 +58,7 @@ class RoundSizes(RecordingStreamer):
 
 
 def decode(target, draft, batch=None, **settings):
-    """Generates through the stock door; the ids and the sizes of the rounds."""
+    """Generates through the stock entry point; the ids and the sizes of the rounds."""
     batch = left_padded([6]) if batch is None else batch
     settings = {"max_new_tokens": 24, "streamer": RoundSizes(), **settings}
     ids = target.generate(**batch, assistant_model=draft, **settings)
@@ -115,7 +115,7 @@ def test_one_pass_of_each_model_per_round_and_context_once(target, draft, monkey
 @torch.no_grad()
 def test_context_is_that_of_the_accepted_tokens(target, draft, monkeypatch):
     """Behind each block the session's context is that of all tokens but the last."""
-    checked, draft_method = [], assistant_dspark.Session.draft
+    checked, draft_method = [], stock_assistant.Session.draft
 
     def checking(session, choice, max_new_tokens):
         text = choice.input_ids[:, :-1]
@@ -130,7 +130,7 @@ def test_context_is_that_of_the_accepted_tokens(target, draft, monkeypatch):
         checked.append(text.shape[1])
         return draft_method(session, choice, max_new_tokens)
 
-    monkeypatch.setattr(assistant_dspark.Session, "draft", checking)
+    monkeypatch.setattr(stock_assistant.Session, "draft", checking)
     _, sizes = decode(target, draft)
     assert len(checked) > 5
     assert_partly_kept(sizes)
@@ -261,12 +261,12 @@ def test_target_and_drafter_stay_as_they_were(target, draft, place, call):
 def test_sessions_are_collected(target, draft, monkeypatch):
     sessions = []
 
-    class WatchedSession(assistant_dspark.Session):
+    class WatchedSession(stock_assistant.Session):
         def __init__(self, model):
             super().__init__(model)
             sessions.append(weakref.ref(self))
 
-    monkeypatch.setattr(assistant_dspark, "Session", WatchedSession)
+    monkeypatch.setattr(stock_assistant, "Session", WatchedSession)
     decode(target, draft)
     with pytest.raises(OutOfLuck):
         decode(target, draft, logits_processor=[Failing(9)])

@@ -262,14 +262,14 @@ def test_new_drafter_for_a_target_whose_positions_change_with_the_length(rope):
     ],
     ids=str,
 )
-def test_another_target_is_refused_by_both_doors(model, settings, words):
+def test_another_target_is_refused_by_both_entry_points(model, settings, words):
     other = make_model("qwen3", **{"num_hidden_layers": 4} | settings)
     call = {"assistant_model": model, "max_new_tokens": 6, "do_sample": False}
     expected = other.generate(IDS, max_new_tokens=6, do_sample=False)
-    for door in (other, enable_speculation(copy.deepcopy(other))):
+    for caller in (other, enable_speculation(copy.deepcopy(other))):
         with pytest.raises(ValueError, match=words):
-            door.generate(IDS, **call)
-        assert door.generate(IDS, max_new_tokens=6, do_sample=False).tolist() == expected.tolist()
+            caller.generate(IDS, **call)
+        assert caller.generate(IDS, max_new_tokens=6, do_sample=False).tolist() == expected.tolist()
     with pytest.raises(ValueError, match=words):
         DSparkDrafter(model).bind(other)
     with pytest.raises(ValueError, match=words):

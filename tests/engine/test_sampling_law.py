@@ -1,7 +1,6 @@
 """What speculative sampling emits has the target's law: all continuations are enumerated, then compared with draws."""
 
 import copy
-import itertools
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,7 +27,7 @@ from hf_specgen import (
     enable_speculation,
 )
 from hf_specgen.engine import verification
-from tests.support.chi_square import FALSE_ALARM, chi_square_p_value, law_of_p
+from tests.support.chi_square import FALSE_ALARM, chi_square_p_value, continuation_probs, law_of_p
 from tests.support.models import cycle_model, left_padded, make_model, noisy_copy
 
 pytestmark = pytest.mark.slow
@@ -65,18 +64,6 @@ def draft(plain):
 
 def counts_of(ids: torch.Tensor) -> torch.Tensor:
     return torch.nn.functional.one_hot(ids, VOCAB).sum(dim=1)
-
-
-@torch.no_grad()
-def exact_law(model, process) -> torch.Tensor:
-    """The probabilities of all continuations in the order of `itertools.product`."""
-    law = torch.ones(1)
-    for length in range(LENGTH):
-        continuations = torch.tensor(list(itertools.product(range(VOCAB), repeat=length)), dtype=torch.long)
-        prefixes = torch.cat([torch.tensor(PROMPT).expand(len(continuations), -1), continuations], dim=1)
-        scores = process(prefixes, model(input_ids=prefixes).logits[:, -1])
-        law = (law[:, None] * scores.softmax(dim=-1)).flatten()
-    return law
 
 
 def draw(model, seed: int, num_draws: int = NUM_DRAWS, **settings) -> tuple[torch.Tensor, float]:
@@ -129,7 +116,7 @@ def test_continuations_have_the_law_of_the_target(plain, target, draft, name):
     case = CASES[name]
     assistant = draft if case.drafter is None else CausalLMDrafter(draft, num_assistant_tokens=3, **case.drafter)
     counts, acceptance = draw(target, 1, assistant_model=assistant, **case.settings)
-    p_value = chi_square_p_value(counts, exact_law(plain, case.process))
+    p_value = chi_square_p_value(counts, continuation_probs(plain, case.process, PROMPT, LENGTH))
     print(f"{name}: mean acceptance {acceptance:.3f}, p-value {p_value:.3g}")
     assert 0.05 < acceptance < 0.97
     assert p_value > FALSE_ALARM
@@ -137,7 +124,7 @@ def test_continuations_have_the_law_of_the_target(plain, target, draft, name):
 
 def test_prompt_lookup_has_the_law_of_the_target(plain, target):
     counts, acceptance = draw(target, 2, prompt_lookup_num_tokens=3, max_matching_ngram_size=2)
-    p_value = chi_square_p_value(counts, exact_law(plain, Case().process))
+    p_value = chi_square_p_value(counts, continuation_probs(plain, Case().process, PROMPT, LENGTH))
     print(f"mean acceptance {acceptance:.3f}, p-value {p_value:.3g}")
     assert 0.05 < acceptance < 0.97
     assert p_value > FALSE_ALARM
@@ -146,20 +133,20 @@ def test_prompt_lookup_has_the_law_of_the_target(plain, target):
 def test_draft_equal_to_the_target_has_its_law(plain, target):
     counts, acceptance = draw(target, 3, assistant_model=plain)
     assert acceptance > 0.999
-    assert chi_square_p_value(counts, exact_law(plain, Case().process)) > FALSE_ALARM
+    assert chi_square_p_value(counts, continuation_probs(plain, Case().process, PROMPT, LENGTH)) > FALSE_ALARM
 
 
 def test_correction_from_the_target_instead_of_the_residual_is_noticed(plain, target, draft, monkeypatch):
     monkeypatch.setattr(verification, "_next_law", law_of_p)
     counts, acceptance = draw(target, 1, assistant_model=draft, num_draws=NUM_DRAWS // 2)
     assert 0.05 < acceptance < 0.97
-    assert chi_square_p_value(counts, exact_law(plain, Case().process)) < FALSE_ALARM
+    assert chi_square_p_value(counts, continuation_probs(plain, Case().process, PROMPT, LENGTH)) < FALSE_ALARM
 
 
 def test_wrong_law_is_noticed(plain, target, draft):
     """A tenth of the temperature is enough to see."""
     counts, _ = draw(target, 1, assistant_model=draft, temperature=0.9)
-    assert chi_square_p_value(counts, exact_law(plain, Case().process)) < FALSE_ALARM
+    assert chi_square_p_value(counts, continuation_probs(plain, Case().process, PROMPT, LENGTH)) < FALSE_ALARM
 
 
 class ConstantDrafter(Drafter):

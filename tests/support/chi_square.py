@@ -1,5 +1,7 @@
 """The chi-square test of sampled tokens, and the distribution that a verification has by definition."""
 
+import itertools
+
 import torch
 
 NUM_DRAWS = 20_000
@@ -22,3 +24,16 @@ def chi_square_p_value(counts: torch.Tensor, law: torch.Tensor) -> float:
 
 def law_of_p(candidates, probs, num_accepted, is_refused):
     return probs[torch.arange(len(probs)), num_accepted]
+
+
+@torch.no_grad()
+def continuation_probs(model, process, prompt: list[int], length: int) -> torch.Tensor:
+    """The probabilities of all continuations of a prompt, exactly, in the order of `itertools.product`."""
+    probs = torch.ones(1)
+    for end in range(length):
+        ids = list(itertools.product(range(model.config.vocab_size), repeat=end))
+        continuations = torch.tensor(ids, dtype=torch.long)
+        prefixes = torch.cat([torch.tensor(prompt).expand(len(continuations), -1), continuations], dim=1)
+        scores = process(prefixes, model(input_ids=prefixes).logits[:, -1])
+        probs = (probs[:, None] * scores.softmax(dim=-1)).flatten()
+    return probs
