@@ -159,9 +159,8 @@ class Scheduler:
         if not self.active and self.limits.max_tokens_in_cache is not None:
             for cache in self.rows.caches():  # a long request may need columns that many rows have now
                 cache.release()
-        while self.waiting:
-            slot = self._free_slot()
-            if slot is None or not self._has_room(slot, next(iter(self.waiting.values()))):
+        for slot in self._free_slots():
+            if not self.waiting or not self._has_room(slot, next(iter(self.waiting.values()))):
                 return
             _, request = self.waiting.popitem(last=False)
             request.start(self.rows.device)
@@ -171,9 +170,9 @@ class Scheduler:
                 cache.num_allocated_rows = max(cache.num_allocated_rows, slot + 1)
                 cache.prompt_lengths[slot] = len(request.prompt_ids)
 
-    def _free_slot(self) -> int | None:
+    def _free_slots(self) -> list[int]:
         free = (slot for slot, request in enumerate(self.rows.requests) if request is None)
-        return next((slot for slot in free if slot not in self.prefilling), None)
+        return [slot for slot in free if slot not in self.prefilling]
 
     def _has_room(self, slot: int, request: Request) -> bool:
         most = self.limits.max_tokens_in_cache

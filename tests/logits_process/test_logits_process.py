@@ -1,6 +1,4 @@
 import math
-import statistics
-import time
 from collections import Counter
 
 import pytest
@@ -525,48 +523,3 @@ def test_repr_shows_the_settings():
         assert shown in repr(penalty)
     assert repr(LogitBias({"198": -100})) == "LogitBias(bias={198: -100.0})"
     assert repr(UndecodableMask(64, 0)) == "UndecodableMask(tokenizer_size=64, pad_token_id=0, eos_token_id=[])"
-
-
-# Speed
-
-
-def median_seconds(*calls, num_rounds: int = 30) -> list[float]:
-    """Medians of calls that take turns, so that a busy machine slows all of them."""
-    seconds: list[list[float]] = [[] for _ in calls]
-    for index in range(num_rounds + 3):
-        for call, of_call in zip(calls, seconds, strict=True):
-            begin = time.perf_counter()
-            call()
-            if index >= 3:
-                of_call.append(time.perf_counter() - begin)
-    return [statistics.median(of_call) for of_call in seconds]
-
-
-@pytest.mark.slow
-def test_penalties_are_cheaper_than_transformers():
-    vocab_size, rows = 151936, list(range(8))
-    generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(0, vocab_size, (8, 4096), generator=generator)
-    block = torch.randint(0, vocab_size, (8, 4), generator=generator)
-    scores, scores_of_block = torch.randn(8, 1, vocab_size), torch.randn(8, 5, vocab_size)
-    penalty, stock_processor = RepetitionPenalty(1.3), RepetitionPenaltyLogitsProcessor(1.3)
-    counts = penalty.make_counts(ids)
-    ratios = []
-    for _ in range(5):
-        one, five = median_seconds(
-            lambda: penalty.apply_(scores, counts, rows, block[:, :0]),
-            lambda: penalty.apply_(scores_of_block, counts, rows, block),
-        )
-        (call,) = median_seconds(lambda: penalty(ids, scores[:, 0]))
-        (stock,) = median_seconds(lambda: stock_processor(ids, scores[:, 0]))
-        ratios.append((call / stock, one / stock, five / one))
-        print(
-            f"\n{torch.get_num_threads()} thread, torch {torch.__version__}, ms: transformers {stock * 1e3:.3f}, "
-            f"__call__ {call * 1e3:.3f}, apply_ at 1 position {one * 1e3:.3f}, at 5 {five * 1e3:.3f}; "
-            f"{ratios[-1][0]:.2f} and {ratios[-1][1]:.3f} of transformers, 5 positions {ratios[-1][2]:.2f} of 1"
-        )
-    # The best of five runs, and bounds that a busy machine keeps: `scripts/benchmark.py --cases processors` measures.
-    of_call, of_one, of_five = (min(column) for column in zip(*ratios, strict=True))
-    assert of_call <= 1.0
-    assert of_one <= 1.0
-    assert of_five <= 5.0
