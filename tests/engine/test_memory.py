@@ -78,7 +78,7 @@ def test_memory_is_as_before_after_a_pass_that_failed(models):
         request = Request([5, 9, 11], 12, DecodingRules(LogitsProcessorList([CachesText()])))
         calls = itertools.count(1)
 
-        def fails(*_):
+        def fails(*_, calls=calls, number=number):
             if next(calls) == number:
                 raise LookupError("broken")
 
