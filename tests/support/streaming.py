@@ -103,9 +103,9 @@ class Threads:
         except BaseException as error:
             self.errors.append(error)
 
-    def join(self):
+    def join(self, timeout=60):
         for thread in self.threads:
-            thread.join(timeout=60)
+            thread.join(timeout)
             assert not thread.is_alive(), "a thread hangs"
         if self.errors:
             raise self.errors[0]
