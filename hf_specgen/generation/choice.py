@@ -117,7 +117,9 @@ def make_drafter(
     """
     if assistant_model is None:
         settings.refuse_given(LOOKUP_SETTINGS, "prompt lookup has no use for it")
-        num_tokens = check_count("prompt_lookup_num_tokens", settings.prompt_lookup_num_tokens, maximum=MAX_CANDIDATES)
+        num_tokens = settings.prompt_lookup_num_tokens
+        assert num_tokens is not None, "`generate` takes no call for an assisted one without a drafter"
+        check_count("prompt_lookup_num_tokens", num_tokens, maximum=MAX_CANDIDATES)
         return PromptLookupDrafter(num_tokens, _first(settings.max_matching_ngram_size, 3))
     if settings.prompt_lookup_num_tokens is not None:
         raise ValueError("Give either `assistant_model` or `prompt_lookup_num_tokens`, not both.")
@@ -159,11 +161,27 @@ def with_settings(assistant_model: Any, settings: SpeculationSettings) -> Any:
     """
     What transformers' own loop is given as its draft: a view of the model whose configuration holds the call's
     settings, since that loop reads no others. The model itself stays as it is.
+
+    Raises:
+        `ValueError` or `TypeError`: for settings that are wrong or that this loop would ignore.
     """
-    said = {name: vars(settings)[name] for name in sorted(MODEL_SETTINGS) if vars(settings)[name] is not None}
+    elsewhere = (
+        "transformers' own loop serves this call and reads it from the draft's `generation_config`; set it there"
+    )
+    if assistant_model is None:
+        served = set() if settings.prompt_lookup_num_tokens is None else LOOKUP_SETTINGS
+        settings.refuse_given(served, elsewhere)
+        return None
     is_dspark = isinstance(assistant_model, DSparkModel)
-    if not said or not (is_dspark or isinstance(assistant_model, PreTrainedModel)):
+    has_view = is_dspark or isinstance(assistant_model, PreTrainedModel)
+    settings.refuse_given(MODEL_SETTINGS if has_view else set(), elsewhere)
+    said = {name: vars(settings)[name] for name in sorted(MODEL_SETTINGS) if vars(settings)[name] is not None}
+    if not said or not has_view:
         return assistant_model
+    if "num_assistant_tokens" in said:
+        check_count("num_assistant_tokens", said["num_assistant_tokens"])
+    if "assistant_confidence_threshold" in said:
+        checked_probability("assistant_confidence_threshold", said["assistant_confidence_threshold"])
     view = copy.copy(assistant_model)
     if is_dspark and "assistant_confidence_threshold" in said:
         view.confidence_threshold = said.pop("assistant_confidence_threshold")

@@ -29,7 +29,16 @@ from ..engine.stats import DecodingStats
 from .call import AssistedCall
 from .choice import SpeculationSettings, drafts_its_own_way, make_drafter, with_settings
 from .peers import Peers, share_refusal
-from .route import Asked, Inputs, Route, Server, route_of_inputs, route_of_settings, try_transformers
+from .route import (
+    Asked,
+    Inputs,
+    Route,
+    Server,
+    route_of_inputs,
+    route_of_passes,
+    route_of_settings,
+    try_transformers,
+)
 from .trial import TrialCall
 from .wrappers import remove_adapter_hooks, unwrap
 
@@ -71,11 +80,11 @@ class SpeculationMixin(GenerationMixin):
     ) -> tuple[GenerationConfig, dict]:
         self.__dict__.pop("speculation_stats", None)
         hooks = {"on_round": kwargs.pop("on_round", None), "trace": kwargs.pop("trace", False)}
-        earlier: _Prepared | None = None if generation_config is None else _taken_from(generation_config)
-        if earlier is not None:  # a model whose own `generate` prepares what was already prepared
+        if generation_config is not None and "_speculation" in vars(generation_config):
+            # A model whose own `generate` prepares what is then prepared again: only the first call was the user's.
+            asked: Asked = generation_config._speculation.asked
             generation_config = copy.copy(generation_config)
             del generation_config._speculation
-            asked = earlier.asked
         else:
             asked = Asked(SpeculationSettings.of_call(kwargs, generation_config, self.generation_config), **hooks)
         prepared, model_kwargs = super()._prepare_generation_config(generation_config, **kwargs)
@@ -105,6 +114,8 @@ class SpeculationMixin(GenerationMixin):
             if synced_gpus and generation_mode == GenerationMode.ASSISTED_GENERATION:
                 share_refusal(error)
             raise
+        if synced_gpus:
+            share_refusal(None)
 
     def _assisted_decoding(
         self,
@@ -123,9 +134,23 @@ class SpeculationMixin(GenerationMixin):
         prepared: _Prepared = generation_config._speculation
         del generation_config._speculation  # transformers copies the configuration for its drafters
         inputs = Inputs(input_ids, logits_processor, stopping_criteria, model_kwargs)
+        call = AssistedCall(self, inputs, generation_config)
         try:
             assert prepared.route is not None, "`generate` validates before it decodes"
-            route = route_of_inputs(prepared.route, self, prepared.asked, generation_config, inputs)
+            route = route_of_inputs(prepared.route, self, prepared.asked, inputs)
+            route.raise_if_refused()
+            if route.server is Server.LOOP:
+                drafter = make_drafter(self, assistant_model, prepared.asked.settings, tokenizer)
+                requests = call.make_requests()
+        except Exception as error:
+            remove_adapter_hooks(self)
+            if synced_gpus:
+                share_refusal(error)
+            raise
+        if synced_gpus:  # from here on there are passes
+            share_refusal(None)
+        try:
+            route = route_of_passes(route, self, prepared.asked, generation_config, inputs)
             route.raise_if_refused()
             if route.server is Server.TRANSFORMERS:
                 assisted, drafting = super()._assisted_decoding, _drafting(prepared.asked, inputs_tensor)
@@ -142,17 +167,10 @@ class SpeculationMixin(GenerationMixin):
                     **drafting,
                     **model_kwargs,
                 )
-            call = AssistedCall(self, inputs, generation_config)
-            drafter = make_drafter(self, assistant_model, prepared.asked.settings, tokenizer)
-            requests = call.make_requests()
-            decoder = call.make_decoder(drafter, prepared.asked)
-        except Exception as error:
+        except Exception:
             remove_adapter_hooks(self)
-            if synced_gpus:
-                share_refusal(error)
             raise
-        if synced_gpus:
-            share_refusal(None)
+        decoder = call.make_decoder(drafter, prepared.asked)
         _decode(decoder, requests, streamer, synced_gpus)
         self.speculation_stats = decoder.stats
         return _output(call, requests, decoder.stats)
@@ -209,10 +227,6 @@ def _drafting(asked: Asked, inputs_tensor: Tensor | None) -> dict[str, Any]:
         "tokenizer": asked.tokenizer,
         "inputs_tensor": inputs_tensor,
     }
-
-
-def _taken_from(generation_config: GenerationConfig) -> _Prepared | None:
-    return vars(generation_config).get("_speculation")
 
 
 def _output(

@@ -1,7 +1,7 @@
 """Who serves a call of `generate` with a drafter: this package's loop, transformers' own, or nobody.
 
-Decided once per call and in this file only. What the model and the settings say is known before `generate` prepares
-its inputs, which may run an encoder; what the inputs say comes after.
+Decided once per call and in this file only, in the order in which facts come: what the model and the settings say is
+known before `generate` prepares its inputs, which may run an encoder; then what the inputs say; then what passes show.
 """
 
 from dataclasses import dataclass, replace
@@ -129,22 +129,24 @@ def route_of_settings(model: PreTrainedModel, asked: Asked, config: GenerationCo
     return _handed_over(Route(Server.TRANSFORMERS, reason), model, asked)
 
 
-def route_of_inputs(
-    route: Route, model: PreTrainedModel, asked: Asked, config: GenerationConfig, inputs: Inputs
-) -> Route:
-    """Completes the decision with what the prepared inputs say; compares the model with plain passes at first use."""
+def route_of_inputs(route: Route, model: PreTrainedModel, asked: Asked, inputs: Inputs) -> Route:
+    """Adds what the prepared inputs say."""
     asked = replace(asked, num_rows=len(inputs.input_ids))
     if problem := _wrong_inputs(model, inputs) or _wrong_rows(asked):
         return _refused(problem)
-    if route.server is Server.LOOP:
-        if reason := _inputs_reason(model, inputs) or _ragged_reason(model, asked, config):
-            route = Route(Server.TRANSFORMERS, reason)
-    if route.server is not Server.TRANSFORMERS:
+    if route.server is Server.LOOP and (reason := _inputs_reason(model, inputs)):
+        route = Route(Server.TRANSFORMERS, reason)
+    return _handed_over_inputs(route, model, asked, inputs)
+
+
+def route_of_passes(
+    route: Route, model: PreTrainedModel, asked: Asked, config: GenerationConfig, inputs: Inputs
+) -> Route:
+    """Adds what passes of the models show at their first use, on all ranks alike."""
+    if route.server is not Server.LOOP or (reason := _ragged_reason(model, asked, config)) is None:
         return route
-    others = [c for c in inputs.stopping_criteria if type(c) not in SIMPLE_CRITERIA]
-    if others:
-        return _refused_by_stock(route.reason, f"misses ends by `{type(others[0]).__name__}` inside a block")
-    return _handed_over(route, model, asked)
+    asked = replace(asked, num_rows=len(inputs.input_ids))
+    return _handed_over_inputs(Route(Server.TRANSFORMERS, reason), model, asked, inputs)
 
 
 def try_transformers(route: Route, call: TrialCall, drafter: Any) -> Route:
@@ -174,6 +176,15 @@ def _handed_over(route: Route, model: PreTrainedModel, asked: Asked) -> Route:
     if asked.on_round is not None or asked.trace:
         return _refused_by_stock(route.reason, "knows no `on_round` and no `trace`")
     return route
+
+
+def _handed_over_inputs(route: Route, model: PreTrainedModel, asked: Asked, inputs: Inputs) -> Route:
+    if route.server is not Server.TRANSFORMERS:
+        return route
+    others = [c for c in inputs.stopping_criteria if type(c) not in SIMPLE_CRITERIA]
+    if others:
+        return _refused_by_stock(route.reason, f"misses ends by `{type(others[0]).__name__}` inside a block")
+    return _handed_over(route, model, asked)
 
 
 def _wrong_everywhere(model: PreTrainedModel, asked: Asked, config: GenerationConfig) -> str | None:

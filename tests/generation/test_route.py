@@ -235,6 +235,23 @@ def test_settings_of_the_call_reach_transformers_own_loop(monkeypatch):
     assert repr(draft.generation_config) == before
 
 
+@pytest.mark.parametrize(
+    ("words", "lookup", "settings"),
+    [
+        ("`num_assistant_tokens` is given, but prompt lookup has no use", True, {"num_assistant_tokens": 3}),
+        ("`max_matching_ngram_size` is given, but a draft model has no use", False, {"max_matching_ngram_size": 3}),
+        ("`num_assistant_tokens` has to be at least 1", False, {"num_assistant_tokens": 0}),
+        (r"`assistant_confidence_threshold` has to be in \[0, 1\]", False, {"assistant_confidence_threshold": 2}),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else None,
+)
+def test_settings_that_transformers_own_loop_would_ignore_are_refused(words, lookup, settings):
+    ours = enable_speculation(of_class(BatchSensitive))
+    drafting = {"prompt_lookup_num_tokens": 3} if lookup else {"assistant_model": noisy_copy(ours)}
+    with pytest.raises(ValueError, match=words):
+        ours.generate(**left_padded([7]), max_new_tokens=8, **drafting, **settings)
+
+
 # What a call says
 
 
