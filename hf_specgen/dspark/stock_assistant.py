@@ -5,6 +5,7 @@ is where a call's state lives: a new call comes without one. The target's hidden
 are set before a pass and gone after it.
 """
 
+import inspect
 import threading
 import weakref
 from collections.abc import Callable, Sequence
@@ -15,15 +16,16 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils.hooks import RemovableHandle
-from transformers import GenerationConfig, PreTrainedModel
+from transformers import GenerationConfig, GenerationMixin, PreTrainedModel
 
+from ..arguments import checked_probability
 from ..drafters.widths import ConfidenceThreshold
 from ..engine.drafter import hidden_state_indices
 from ..engine.verification import sample
 from ..layers.slot_cache import SlotCache
 from .block import DSparkBlockModel
 
-TRANSFORMERS_DEFAULT = 20  # candidates, which it fills in where the call says nothing
+DEFAULT_TOKENS, DEFAULT_THRESHOLD = 20, 0.4  # what transformers fills in where a call says nothing
 SPAN = slice(0, 1)  # the one row of a session
 POINTER = "call `hf_specgen.enable_speculation(target)` once, then `target.generate` as before"
 
@@ -126,6 +128,9 @@ class Session:
 
     def __init__(self, model: DSparkBlockModel):
         self.model = model
+        self.threshold = model.confidence_threshold if (said := threshold_of_call()) is None else said
+        if self.threshold > 0 and model.confidence_head is None:
+            raise ValueError(f"`confidence_threshold` is {self.threshold}, but the drafter has no confidence head.")
         self.context = SlotCache(model.config, num_rows=1)
         self.num_columns = 0  # of the text whose states were taken in
         self.tap = Tap(model.config.target_layer_ids, model.check_target)
@@ -169,17 +174,28 @@ class Session:
         anchor_ids = model.known_ids(choice.input_ids[:, -1])
         assert target is not None, "the states came from a target"
         states = model.draft_block(target, self.context, SPAN, anchor_ids)[:, :max_new_tokens]
-        threshold = model.confidence_threshold
         logits = model.base_logits(states, target)
-        confidences = model.unroll(states, logits, anchor_ids, choice.choose, has_confidence=threshold > 0)
+        confidences = model.unroll(states, logits, anchor_ids, choice.choose, has_confidence=self.threshold > 0)
         length = choice.num_possible()
-        if threshold == 0:
-            return length
         if confidences is None:
-            raise ValueError(f"`confidence_threshold` is {threshold}, but the drafter has no confidence head.")
+            return length
         scaled = confidences.sigmoid() if model.calibration is None else model.calibration.probabilities(confidences)
-        lengths = ConfidenceThreshold(threshold).lengths(scaled, torch.tensor([length]), torch.tensor([True]))
+        lengths = ConfidenceThreshold(self.threshold).lengths(scaled, torch.tensor([length]), torch.tensor([True]))
         return int(lengths[0])
+
+
+def threshold_of_call() -> float | None:
+    """
+    The `assistant_confidence_threshold` of the running call, None if it says nothing. transformers overwrites it in
+    what it hands to an assistant, so it is read where its loop holds the call's own settings.
+    """
+    frame = inspect.currentframe()
+    while frame is not None and frame.f_code is not GenerationMixin._assisted_decoding.__code__:
+        frame = frame.f_back
+    threshold = None if frame is None else frame.f_locals["generation_config"].assistant_confidence_threshold
+    if threshold is None or threshold == DEFAULT_THRESHOLD:
+        return None
+    return checked_probability("assistant_confidence_threshold", threshold)
 
 
 class NoScores:
@@ -280,7 +296,7 @@ class StockAssistant(DSparkBlockModel):
     def _num_asked(self, generation_config: GenerationConfig) -> int:
         """The candidates that the call asks for; transformers itself reads the drafter's own number only."""
         count = generation_config.num_assistant_tokens
-        if count is None or count == TRANSFORMERS_DEFAULT:
+        if count is None or count == DEFAULT_TOKENS:
             return self.config.num_candidates
         return self.config.checked_num_assistant_tokens(count)
 

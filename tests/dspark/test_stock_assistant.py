@@ -414,6 +414,38 @@ def test_number_of_candidates_of_a_call_is_checked(target, draft, count):
         target.generate(**left_padded([6]), assistant_model=draft, max_new_tokens=8, num_assistant_tokens=count)
 
 
+def test_threshold_of_a_call_replaces_that_of_the_drafter(target, draft):
+    batch, sizes = left_padded([6]), {}
+    for threshold in (0.0, 0.5, 0.8):
+        draft.confidence_threshold = threshold
+        ids, sizes[threshold] = decode(target, draft, batch)
+        # 0.4 is what transformers fills in where the call says nothing.
+        assert decode(target, draft, batch, assistant_confidence_threshold=0.4)[1] == sizes[threshold]
+    for own in (0.0, 0.5):
+        draft.confidence_threshold = own
+        for threshold, expected in sizes.items():
+            settings = {"generation_config": GenerationConfig(assistant_confidence_threshold=threshold)}
+            for said in (settings, {"assistant_confidence_threshold": threshold}):
+                again, found = decode(target, draft, batch, **said)
+                assert found == expected and again.tolist() == ids.tolist()
+    assert len(set(map(str, sizes.values()))) == 3, "the thresholds make a difference"
+
+
+@pytest.mark.parametrize("threshold", [-0.1, 1.5, "0.5", True, float("nan")])
+def test_threshold_of_a_call_is_checked_before_the_first_pass(target, draft, monkeypatch, threshold):
+    monkeypatch.setattr(type(target), "forward", lambda *args, **kwargs: pytest.fail("a pass"))
+    with pytest.raises(ValueError, match=r"`assistant_confidence_threshold` has to be in \[0, 1\], but is"):
+        target.generate(
+            **left_padded([6]), assistant_model=draft, max_new_tokens=8, assistant_confidence_threshold=threshold
+        )
+
+
+def test_threshold_of_a_call_needs_a_confidence_head(target):
+    draft = fitted_drafter(target, enable_confidence_head=False, confidence_head_with_markov=False)
+    with pytest.raises(ValueError, match="`confidence_threshold` is 0.5, but the drafter has no confidence head"):
+        decode(target, draft, assistant_confidence_threshold=0.5)
+
+
 def test_settings_that_transformers_would_rewrite_are_refused(target, draft):
     draft.generation_config.assistant_confidence_threshold = 0.9
     for model in (target, enable_speculation(copy.deepcopy(target))):
