@@ -15,7 +15,7 @@ from ..arguments import check_count, checked_integer
 from ..logits_process.token_counts import TokenCounts
 from ..logits_process.token_penalties import TokenPenalties
 from .errors import released
-from .logprobs import TokenLogprobs, token_logprobs
+from .logprobs import LOGPROBS_MODES, LogprobsMode, TokenLogprobs, token_logprobs
 from .memory import Memory
 from .noise import MAX_SEED, Noise
 from .rules import DecodingRules
@@ -150,6 +150,9 @@ class Request:
             Whether to keep, per emitted token, the processed and the raw scores of shape `(vocab,)`.
         num_logprobs (`int`, *optional*):
             Keep [`TokenLogprobs`] per emitted token, with this many alternatives.
+        logprobs_mode (`str`, *optional*, defaults to `"raw"`):
+            Which distribution they tell of: `"raw"`, the model's own, or `"processed"`, after all processors and
+            warpers.
 
     Attributes:
         token_ids (`list[int]`): what was generated so far.
@@ -175,6 +178,7 @@ class Request:
     keep_scores: bool = False
     keep_logits: bool = False
     num_logprobs: int | None = None
+    logprobs_mode: LogprobsMode = "raw"
     token_ids: list[int] = field(default_factory=list, init=False)
     status: RequestStatus = field(default="new", init=False)
     finish_reason: FinishReason | None = field(default=None, init=False)
@@ -194,6 +198,8 @@ class Request:
             self.seed = check_count("seed", self.seed, 0, MAX_SEED)
         if not isinstance(self.rules, DecodingRules):
             raise TypeError(f"`rules` has to be `DecodingRules`, but is {self.rules!r}.")
+        if self.logprobs_mode not in LOGPROBS_MODES:
+            raise ValueError(f"`logprobs_mode` has to be one of {LOGPROBS_MODES}, but is {self.logprobs_mode!r}.")
         self.is_alone = self.batch is None  # a failing processor then concerns this request only
         if self.is_alone:
             self.batch = PaddedBatch(torch.tensor([self.prompt_ids]), self.max_new_tokens)
@@ -249,7 +255,8 @@ class Request:
         if self.keep_logits:
             self.logits.extend(logits[:count].to(torch.float32, copy=True).unbind())
         if self.num_logprobs is not None and count > 0:
-            self.logprobs.extend(token_logprobs(logits[:count], token_ids, self.num_logprobs))
+            told = scores if self.logprobs_mode == "processed" else logits
+            self.logprobs.extend(token_logprobs(told[:count], token_ids, self.num_logprobs))
 
     def finish(self, reason: FinishReason, num_tokens: int | None = None, error: Exception | None = None) -> None:
         """Ends the request; it keeps its first `num_tokens` tokens, by default all."""

@@ -108,8 +108,8 @@ class GenerationBackend:
             raise ValueError(f"`stream` yields one text, but `n` is {len(jobs)}; use `stream_batch`.")
         call = _named([jobs], request_id)
         stream = self._submitted(call, timeout)
-        if jobs[0].error is not None:
-            raise jobs[0].error
+        if (error := jobs[0].final_error) is not None:
+            raise error
         return TextStream(stream)
 
     def astream(
@@ -213,7 +213,7 @@ class GenerationBackend:
             call = Call([job])
             self._shared.submit(call)
             self._shared.release(call.jobs)
-        return job.error
+        return job.final_error
 
     def _submit(self, call: Call, timeout: float | None, longest_first: bool = False) -> None:
         deadline = None

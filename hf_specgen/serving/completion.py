@@ -23,7 +23,7 @@ class Completion:
         index (`int`), sample (`int`):
             The number of the prompt in its call, and of the sample among those of the prompt.
         logprobs (`tuple[TokenLogprobs, ...]`, *optional*):
-            Per token, if asked for.
+            Per token, if asked for, in the `logprobs_mode` that was asked for.
         stats ([`DecodingStats`]):
             The counts of this completion; `stats.summary()` tells them in a sentence.
         error (`Exception`, *optional*):

@@ -5,6 +5,7 @@ from functools import partial
 from typing import Any
 
 from ..arguments import check_count, checked_number, shown
+from ..engine.logprobs import LOGPROBS_MODES
 from ..logits_process.bias_and_masks import LogitBias
 from ..logits_process.token_penalties import TokenPenalties
 
@@ -56,6 +57,12 @@ def _repetition_penalty(name: str, value: Any) -> float:
 def _penalty_scope(name: str, value: Any) -> str:
     if value not in ("all", "generated"):
         raise ValueError(f'`{name}` has to be None, "all" or "generated", but is {shown(value)}.')
+    return value
+
+
+def _logprobs_mode(name: str, value: Any) -> str:
+    if value not in LOGPROBS_MODES:
+        raise ValueError(f"`{name}` has to be one of {LOGPROBS_MODES}, but is {shown(value)}.")
     return value
 
 
@@ -140,6 +147,7 @@ CHECKS: dict[str, Callable[[str, Any], Any]] = {
     "seed": _optional(partial(check_count, minimum=MIN_SEED, maximum=MAX_SEED)),
     "n": partial(check_count, maximum=MAX_SAMPLES),
     "logprobs": _optional(partial(check_count, minimum=0, maximum=MAX_LOGPROBS)),
+    "logprobs_mode": _logprobs_mode,
     "tools": _optional(_tools),
     "documents": _optional(_documents),
     "chat_template_kwargs": _optional(_chat_template_kwargs),

@@ -214,7 +214,15 @@ class PromptEncoder:
                 self.tokenizer, params.stop, prompt_ids, end_ids=end_ids, min_tokens=params.min_new_tokens
             )
             seed = None if params.seed is None else mixed_seed(params.seed, sample)
-            request = Request(prompt_ids, budget, rules, seed, text=assembler, num_logprobs=params.logprobs)
+            request = Request(
+                prompt_ids,
+                budget,
+                rules,
+                seed,
+                text=assembler,
+                num_logprobs=params.logprobs,
+                logprobs_mode=params.logprobs_mode,
+            )
             jobs.append(Job(text, request, assembler, index, sample, wants_logprobs=params.logprobs is not None))
         return jobs
 

@@ -35,9 +35,13 @@ class RequestTypeError(RequestError, TypeError):
         super().__init__(message, code, param)
 
 
-def refused(error: Exception, param: str | None = None, message: str | None = None) -> RequestError:
+def refused(
+    error: Exception, param: str | None = None, message: str | None = None, code: str | None = None
+) -> RequestError:
     """The `RequestError` that says what a ValueError or TypeError says, or `message` in its place."""
     words = str(error) if message is None else message
     if isinstance(error, RequestError):
-        return type(error)(words, error.code, param or error.param)
-    return RequestTypeError(words, param=param) if isinstance(error, TypeError) else RequestError(words, param=param)
+        return type(error)(words, code or error.code, param or error.param)
+    if isinstance(error, TypeError):
+        return RequestTypeError(words, code or INVALID_TYPE, param)
+    return RequestError(words, code or INVALID_VALUE, param)

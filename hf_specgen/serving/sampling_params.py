@@ -19,6 +19,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 
+from ..engine.logprobs import LogprobsMode
 from ..logits_process.bias_and_masks import LogitBias
 from ..logits_process.token_penalties import TokenPenalties
 from .parameter_checks import CHECKS
@@ -69,6 +70,10 @@ class SamplingParams:
             Texts per prompt, at most 4,096. Each sample has a seed of its own, which follows from `seed`.
         logprobs (`int`, *optional*):
             Report log-probabilities: of the chosen tokens and of so many best ones at each position, at most 1,024.
+        logprobs_mode (`str`, *optional*, defaults to `"raw"`):
+            Of which distribution: `"raw"` is the model's own, `"processed"` the one after penalties, bias, masks and,
+            if the request samples, temperature, `top_k`, `top_p` and `min_p`: the one that tokens are drawn from,
+            which a trainer needs.
         tools (`Sequence`, *optional*), documents (`Sequence[Mapping]`, *optional*):
             What the chat template shows of tools (JSON schemas or functions) and documents.
         chat_template_kwargs (`Mapping[str, Any]`, *optional*):
@@ -97,6 +102,7 @@ class SamplingParams:
     seed: int | None = None
     n: int = 1
     logprobs: int | None = None
+    logprobs_mode: LogprobsMode = "raw"
     tools: Sequence[Any] | None = field(default=None, hash=False)
     documents: Sequence[Mapping[str, Any]] | None = field(default=None, hash=False)
     chat_template_kwargs: Mapping[str, Any] | None = field(default=None, hash=False)

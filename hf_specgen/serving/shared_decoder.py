@@ -20,6 +20,7 @@ from ..engine.decoder import Decoder
 from ..engine.request import FinishReason, Request
 from .fair_lock import FairLock
 from .job import Call, Job, Piece
+from .request_error import CONTEXT_LENGTH_EXCEEDED, refused
 
 T = TypeVar("T")
 
@@ -154,8 +155,8 @@ class SharedDecoder:
             for job, request in waiting:
                 try:
                     self.decoder.add(request)
-                except (ValueError, TypeError) as error:
-                    self._end(job, "error", error)
+                except (ValueError, TypeError) as error:  # no room: all else was found out when it was encoded
+                    self._end(job, "error", refused(error, code=CONTEXT_LENGTH_EXCEEDED))
         if deadline is not None:
             if len(self._deadlines) > 2 * len(self._open):
                 self._deadlines = [entry for entry in self._deadlines if not entry[2].is_done]

@@ -20,6 +20,7 @@ from tests.support.serving import (
     assert_speculates,
     backend_of,
     greedy,
+    mask,
     mixed_params,
     plain_ids,
     plain_text,
@@ -317,6 +318,40 @@ def test_logprobs_are_those_of_a_plain_forward_pass(kind):
             for token_id, value in entry.top:
                 assert value == pytest.approx(float(expected[position, token_id]), abs=1e-4)
     assert_speculates(kind, backend)
+
+
+@pytest.mark.parametrize("kind", ["batched", "speculative"])
+def test_processed_logprobs_are_of_the_distribution_that_is_drawn_from(kind):
+    own = SamplingParams(
+        max_new_tokens=14,
+        seed=1,
+        logprobs=9,
+        logprobs_mode="processed",
+        temperature=0.7,
+        top_k=6,
+        frequency_penalty=1.0,
+        logit_bias={10: 2.0},
+        min_new_tokens=5,
+    )
+    for params in (own, dataclasses.replace(own, temperature=0.0)):
+        prompts, distances = random_prompts(4, seed=13), []
+        completions = backend_of(kind).generate(prompts, params)
+        raw = backend_of(kind).generate(prompts, dataclasses.replace(params, logprobs_mode="raw"))
+        for prompt, completion, other in zip(prompts, completions, raw, strict=True):
+            assert completion.token_ids == other.token_ids
+            prompt_ids = ids_of(prompt)
+            ids = torch.tensor([[*prompt_ids, *completion.token_ids]])
+            processors = params.logits_processor(len(prompt_ids), [EOS], [mask()])
+            with torch.no_grad():
+                logits = target_of()(ids).logits[0]
+            for position, entry in enumerate(completion.logprobs, start=len(prompt_ids)):
+                expected = processors(ids[:, :position], logits[None, position - 1]).log_softmax(dim=-1)[0]
+                assert entry.logprob == pytest.approx(float(expected[entry.token_id]), abs=1e-4)
+                assert len(entry.top) == min(9, int((expected > -torch.inf).sum()))
+                for token_id, value in entry.top:
+                    assert value == pytest.approx(float(expected[token_id]), abs=1e-4)
+            distances += [abs(a.logprob - b.logprob) for a, b in zip(completion.logprobs, other.logprobs)]
+        assert max(distances) > 0.1, "the two modes say the same here"
 
 
 @pytest.mark.parametrize("kind", ["batched", "speculative"])

@@ -89,6 +89,8 @@ def random_params(seed: int, **fixed: Any) -> SamplingParams:
         ("presence_penalty", -INF),
         ("penalty_scope", "prompt"),
         ("penalty_scope", 1),
+        ("logprobs_mode", "raw_logprobs"),
+        ("logprobs_mode", None),
         ("logit_bias", {"abc": 1}),
         ("logit_bias", {"1": NAN}),
         ("logit_bias", {"1": 1, 1: 2}),
