@@ -8,6 +8,7 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 from hf_specgen import DSparkModel
+from hf_specgen.engine.drafter import hidden_state_indices
 
 
 @torch.no_grad()
@@ -41,7 +42,7 @@ def reference_generate(
 
 def tapped(draft: DSparkModel, hidden_states: tuple[Tensor, ...]) -> Tensor:
     """The states that the drafter reads, side by side."""
-    return torch.cat([hidden_states[layer + 1] for layer in draft.config.target_layer_ids], dim=-1)
+    return torch.cat([hidden_states[i] for i in hidden_state_indices(draft.config.target_layer_ids)], dim=-1)
 
 
 def drafted(
