@@ -2,7 +2,7 @@
 
 from .batch import Rows, forward
 from .decoder import Decoder
-from .drafter import Drafter
+from .drafter import Drafter, hidden_state_indices
 from .logprobs import TokenLogprobs
 from .model_facts import eos_ids
 from .noise import MAX_SEED
@@ -33,5 +33,6 @@ __all__ = [
     "eos_ids",
     "forward",
     "self_check",
+    "hidden_state_indices",
     "verify",
 ]

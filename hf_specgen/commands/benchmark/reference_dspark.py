@@ -8,7 +8,7 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 from hf_specgen import DSparkModel
-from hf_specgen.engine.drafter import hidden_state_indices
+from hf_specgen.engine import hidden_state_indices
 
 
 @torch.no_grad()
