@@ -13,7 +13,7 @@ from functools import partial
 from tqdm import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from ..arguments import checked_number
+from ..arguments import checked_number, shown
 from ..engine.decoder import Decoder
 from ..engine.stats import DecodingStats
 from .async_stream import AsyncTextStream
@@ -234,13 +234,13 @@ class GenerationBackend:
 
 def _named(jobs: list[list[Job]], request_ids: RequestIds | None) -> Call:
     """A call of the jobs of each prompt, with their names."""
+    if not isinstance(request_ids, Sequence | None) or not all(isinstance(name, str) for name in request_ids or ()):
+        raise TypeError(f"Request ids have to be texts, but are {shown(request_ids)}.")
     names = [request_ids] * len(jobs) if request_ids is None or isinstance(request_ids, str) else list(request_ids)
-    if any(name is not None and not isinstance(name, str) for name in names):
-        raise TypeError(f"Request ids have to be texts, but are {request_ids!r}.")
     if len(names) != len(jobs):
         raise ValueError(f"`request_ids` has to hold one name per prompt, {len(jobs)}, but holds {len(names)}.")
     if not isinstance(request_ids, str) and request_ids is not None and len(set(names)) < len(names):
-        raise ValueError(f"`request_ids` has to hold each name once, but is {request_ids!r}.")
+        raise ValueError(f"`request_ids` has to hold each name once, but is {shown(request_ids)}.")
     for name, own in zip(names, jobs):
         for job in own:
             job.name = name

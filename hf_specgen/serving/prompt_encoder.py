@@ -58,6 +58,8 @@ class PromptEncoder:
     ):
         if truncate_prompt not in (None, "left"):
             raise ValueError(f'`truncate_prompt` has to be None or "left", but is {truncate_prompt!r}.')
+        if not isinstance(mask_undecodable, bool):
+            raise TypeError(f"`mask_undecodable` has to be a bool, but is {mask_undecodable!r}.")
         self.model = model
         self.tokenizer = tokenizer
         self.truncate_prompt = truncate_prompt

@@ -73,6 +73,8 @@ def test_setting_that_a_kind_does_not_take_is_refused_by_name(kind, setting):
         ("batched", {"max_batch_size": 0}, ValueError, "`max_batch_size`"),
         ("batched", {"max_batch_size": "8"}, TypeError, "`max_batch_size`"),
         ("eager", {"max_tokens_in_cache": 0}, ValueError, "`max_tokens_in_cache`"),
+        ("batched", {"max_tokens_in_cache": 65}, ValueError, "`max_tokens_in_cache` has to be at least 66"),
+        ("batched", {"mask_undecodable": "no"}, TypeError, "`mask_undecodable` has to be a bool, but is 'no'"),
         ("batched", {"prefill_chunk_size": None}, TypeError, "`prefill_chunk_size`"),
         ("lookup", {"num_assistant_tokens": 0}, ValueError, "has to be at least 1"),
         ("lookup", {"assistant_confidence_threshold": 0.5}, ValueError, "`assistant_confidence_threshold` needs"),
