@@ -15,7 +15,7 @@ SAID = {
     "batch_with_penalties": "judged candidates kept",
     "evaluate_while_training": "% right",
     "speed_up_generate": "The same tokens: True",
-    "stream_text": "[eos]",
+    "stream_text": "' Rome.' [stop]",
     "write_a_drafter": "judged candidates kept",
 }
 
