@@ -82,7 +82,8 @@ class CausalLMDrafter(Drafter):
         pass
 
     def draft(self, rows: Rows, max_tokens: Tensor) -> Candidates:
-        limits = torch.minimum(max_tokens, self._block_sizes(rows))
+        block_sizes = self._block_sizes(rows)
+        limits = torch.minimum(max_tokens, block_sizes)
         k = int(limits.max())
         if k == 0:
             return Candidates.none(rows.num_spanned, rows.device)
@@ -116,7 +117,7 @@ class CausalLMDrafter(Drafter):
             if step + 1 == k or not bool(is_open.any()):
                 break
             logits = self._feed(rows, rows.span, token_ids[:, None], is_open.long())
-        self._remember(rows, lengths)
+        self._remember(rows, block_sizes, lengths)
         return Candidates(candidate_ids, lengths, torch.stack(distributions, dim=1) if distributions else None)
 
     def _block_sizes(self, rows: Rows) -> Tensor:
@@ -133,11 +134,11 @@ class CausalLMDrafter(Drafter):
         if "num_drafted" in request.state and request.state["num_generated"] < len(request.token_ids):
             num_accepted = len(request.token_ids) - request.state["num_generated"] - 1
             block = block + 2 if num_accepted >= request.state["num_drafted"] else max(1, block - 1)
-        request.state["block_size"] = block
         return block
 
-    def _remember(self, rows: Rows, lengths: Tensor) -> None:
+    def _remember(self, rows: Rows, block_sizes: Tensor, lengths: Tensor) -> None:
         for row, request in rows.live():
+            request.state["block_size"] = int(block_sizes[row])
             request.state["num_drafted"] = int(lengths[row])
             request.state["num_generated"] = len(request.token_ids)
 

@@ -12,7 +12,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.utils import CONFIG_NAME
 
 from ..arguments import check_count, shown
-from ..engine.scheduler import CANDIDATE_COLUMNS
+from ..engine.limits import CANDIDATE_COLUMNS
 from .checkpoint_files import HUB_KWARGS, found_file, read_json_object
 from .field_kinds import KINDS, check_fields, check_rope
 from .layouts import LAYOUTS, read_layout, write_layout

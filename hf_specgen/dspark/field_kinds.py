@@ -9,7 +9,7 @@ from transformers.activations import ACT2FN
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from ..arguments import FP32_MAX, shown
-from ..engine.scheduler import CANDIDATE_COLUMNS
+from ..engine.limits import CANDIDATE_COLUMNS
 
 
 @dataclass(frozen=True)

@@ -3,12 +3,12 @@
 from .batch import Rows, forward
 from .decoder import Decoder
 from .drafter import Drafter, hidden_state_indices
+from .limits import CacheLimits
 from .logprobs import TokenLogprobs
 from .model_facts import eos_ids
 from .noise import MAX_SEED
 from .request import FinishReason, Request, RequestStatus
 from .rules import DecodingRules
-from .scheduler import CacheLimits
 from .selfcheck import self_check
 from .stats import DecodingStats, RoundTrace
 from .verification import Candidates, Verification, verify

@@ -20,12 +20,13 @@ from ..layers.attention import grouped_attention
 from .batch import Rows, forward, forward_last, padded
 from .criteria import apply_criteria
 from .drafter import MAX_CANDIDATES, Draft, Drafter, draft_block
+from .limits import NO_LIMITS, CacheLimits
 from .model_facts import check_ids, check_positions, longest_row
 from .noise import verification_noise
 from .recorder import RoundRecorder
 from .request import Request
 from .results import RowResult, round_results
-from .scheduler import NO_LIMITS, CacheLimits, Scheduler
+from .scheduler import Scheduler
 from .scoring import score, unknown_processors
 from .selfcheck import check_window, self_check
 from .stats import DecodingStats
@@ -123,7 +124,7 @@ class Decoder:
             if request.status != "new":
                 raise ValueError("A `Request` is decoded once; make a new one from its prompt.")
             check_ids(self.model, request)
-            self._scheduler.check_room(request)
+            self._scheduler.limits.check_room(request)
             if self.drafter is not None or len(request.batch.requests) > 1:  # else each token is judged once, in order
                 request.batch.remember(unknown_processors(request.rules))
         # Those that are here went through this check with one another, so any of them stands for all.
@@ -139,7 +140,7 @@ class Decoder:
 
     def longest_row(self, prompt_length: int) -> int | None:
         """The most tokens to which a prompt of this length can come with its text, None where nothing bounds them."""
-        limits = [self._scheduler.longest_row, *(longest_row(used, prompt_length) for used in self.models)]
+        limits = [self._scheduler.limits.longest_row, *(longest_row(used, prompt_length) for used in self.models)]
         return min((limit for limit in limits if limit is not None), default=None)
 
     def abort(self, request: Request) -> None:

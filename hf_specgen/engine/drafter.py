@@ -12,7 +12,7 @@ from transformers.utils import ModelOutput
 
 from ..layers.slot_cache import SlotCache
 from .batch import Rows
-from .scheduler import CANDIDATE_COLUMNS
+from .limits import CANDIDATE_COLUMNS
 from .verification import Candidates
 
 MAX_CANDIDATES = CANDIDATE_COLUMNS - 1  # of a row in one round; the anchor takes a column too

@@ -6,68 +6,14 @@ with a row that is already there is copied instead. Knows requests and caches, n
 
 from collections import OrderedDict
 from collections.abc import Iterable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
-from ..arguments import check_count
 from .batch import Rows
+from .limits import CacheLimits, columns_for
 from .request import Request
 
 MIN_SHARED = 16  # tokens from which a common beginning is copied rather than computed again
 SHORT_PROMPT = 64  # tokens up to which prompts go together however different their lengths are
-CANDIDATE_COLUMNS = 64  # behind prompt and budget: where candidates and padding go
-MIN_TOKENS = 2  # of the shortest request: a prompt of one token, and one to generate
-
-
-@dataclass(frozen=True)
-class CacheLimits:
-    """
-    How much may be in the cache, and how much goes in at once.
-
-    Args:
-        capacity (`int`, *optional*):
-            A fixed number of columns per slot, for static shapes. By default the cache grows. At least 2, one for a
-            prompt and one for a token.
-        max_tokens_in_cache (`int`, *optional*):
-            The most columns of the target's cache over all slots together, 64 per slot for candidates included;
-            requests wait until there is room. The drafter's cache, where it has one, is as long.
-        prefill_chunk_size (`int`, *optional*, defaults to 512):
-            The most tokens of a prompt that one pass takes in while other rows are being decoded.
-
-    Raises:
-        `ValueError` or `TypeError`: if a number is not an int of at least 1, or so small that no request could ever
-            be decoded.
-    """
-
-    capacity: int | None = None
-    max_tokens_in_cache: int | None = None
-    prefill_chunk_size: int = 512
-
-    def __post_init__(self) -> None:
-        for field in fields(self):
-            if (value := getattr(self, field.name)) is not None or field.name == "prefill_chunk_size":
-                object.__setattr__(self, field.name, check_count(field.name, value))
-        if self.capacity is not None:
-            check_count("capacity", self.capacity, MIN_TOKENS)
-        if self.max_tokens_in_cache is not None:
-            check_count("max_tokens_in_cache", self.max_tokens_in_cache, MIN_TOKENS + CANDIDATE_COLUMNS)
-
-    @property
-    def num_columns(self) -> int | None:
-        """Columns of a cache of fixed size, None if it grows."""
-        return None if self.capacity is None else self.capacity + CANDIDATE_COLUMNS
-
-    def check_slots(self, num_slots: int) -> None:
-        """Raises `ValueError` if a cache of fixed size for so many slots is larger than it may be."""
-        most = self.max_tokens_in_cache
-        if self.num_columns is not None and most is not None and num_slots * self.num_columns > most:
-            raise ValueError(
-                f"`max_batch_size` of {num_slots} and `capacity` of {self.capacity} need {num_slots} x "
-                f"({self.capacity} + {CANDIDATE_COLUMNS}) columns, but `max_tokens_in_cache` is {most}. Raise it to "
-                f"{num_slots * self.num_columns}, or lower the others."
-            )
-
-
-NO_LIMITS = CacheLimits()
 
 
 @dataclass(frozen=True)
@@ -133,27 +79,6 @@ class Scheduler:
             request.status = "waiting"
             self.waiting[request.number] = request
 
-    def check_room(self, request: Request) -> None:
-        """Raises `ValueError` if a request would not fit if it were alone."""
-        capacity, most = self.limits.capacity, self.limits.max_tokens_in_cache
-        needed = len(request.prompt_ids) + request.max_new_tokens
-        if capacity is not None and needed > capacity:
-            raise ValueError(
-                f"Prompt and budget come to {needed} tokens, but the cache has a `capacity` of {capacity} columns."
-            )
-        if most is not None and _columns_for(request) > most:
-            raise ValueError(
-                f"Prompt, budget and candidates need {_columns_for(request)} columns, but `max_tokens_in_cache` is "
-                f"{most}."
-            )
-
-    @property
-    def longest_row(self) -> int | None:
-        """The most tokens to which a prompt can come with its text, None where nothing bounds them."""
-        capacity, most = self.limits.capacity, self.limits.max_tokens_in_cache
-        limits = [capacity, None if most is None else most - CANDIDATE_COLUMNS]
-        return min((limit for limit in limits if limit is not None), default=None)
-
     def admit(self) -> None:
         """Gives free slots to requests that wait, in their order, as long as the cache has room for them."""
         if not self.active and self.limits.max_tokens_in_cache is not None:
@@ -179,7 +104,7 @@ class Scheduler:
         if most is None:
             return True
         cache = self.rows.cache
-        columns = max(cache.num_columns, *(_columns_for(other) for other in [*self.active, request]))
+        columns = max(cache.num_columns, *(columns_for(other) for other in [*self.active, request]))
         return max(cache.num_allocated_rows, slot + 1) * columns <= most
 
     def is_prefill_next(self) -> bool:
@@ -198,7 +123,7 @@ class Scheduler:
         chunk = (
             self.limits.prefill_chunk_size
             if any(self.rows.requests)
-            else max(map(_columns_for, self.prefilling.values()))
+            else max(map(columns_for, self.prefilling.values()))
         )
         missing = {slot: self._missing(slot) for slot in self.prefilling.keys() - self.share()}
         first = next(slot for slot in self.prefilling if slot in missing)  # has waited longest
@@ -222,14 +147,14 @@ class Scheduler:
 
         lengths = self.rows.cache.lengths.tolist()
         low = high = min(len(missing[slot]), chunk)
-        start, columns = lengths[slot], _columns_for(self.prefilling[slot])
+        start, columns = lengths[slot], columns_for(self.prefilling[slot])
         ends = []
         for step in (-1, 1):
             other = slot + step
             while other in missing and kind(other) == kind(slot):
                 count = min(len(missing[other]), chunk)
                 lowest, highest, latest = min(low, count), max(high, count), max(start, lengths[other])
-                room = max(columns, _columns_for(self.prefilling[other]))
+                room = max(columns, columns_for(self.prefilling[other]))
                 if highest > max(2 * lowest, SHORT_PROMPT) or latest + highest > room:
                     break
                 low, high, start, columns = lowest, highest, latest, room
@@ -300,10 +225,6 @@ class Scheduler:
                 self.rows.leave(slot)
                 return True
         return False
-
-
-def _columns_for(request: Request) -> int:
-    return len(request.prompt_ids) + request.max_new_tokens + CANDIDATE_COLUMNS
 
 
 def _num_shared(request: Request, other: Request) -> int:

@@ -22,7 +22,7 @@ class Candidates:
             How many of them count in each row, between 0 and `k`.
         probs (`torch.FloatTensor` of shape `(rows, k, vocab)`, *optional*):
             The very distributions that the tokens were sampled from, in fp32. `None` says that they were chosen
-            without chance (greedy drafting, prompt lookup): their law is one-hot.
+            without chance (greedy drafting, prompt lookup): their distribution is one-hot.
 
     Raises:
         `ValueError`: if the shapes or types do not fit together.
@@ -74,7 +74,7 @@ def verify(
 
     Greedy rows keep the candidates that equal the target's best token. Sampling rows keep candidate `x` when
     `u * q(x) < p(x)` and draw the token after a refusal from `max(p - q, 0)`, so that what a row emits has exactly
-    the law `p = softmax(scores)`.
+    the distribution `p = softmax(scores)`.
 
     Args:
         candidates ([`Candidates`]):
@@ -106,14 +106,14 @@ def verify(
     if any(do_sample):
         is_sampling = torch.tensor(do_sample).to(device, non_blocking=True)
         probs = scores.softmax(dim=-1)
-        # Greedy search may take a score of +inf, but no law can be made of it.
+        # Greedy search may take a score of +inf, but no distribution can be made of it.
         best_scores = best_scores.masked_fill(is_sampling[:, None] & (best_scores == torch.inf), -torch.inf)
         is_accepted = torch.where(is_sampling[:, None], _accept(candidates, probs, noise), is_accepted)
     num_accepted = (is_accepted & is_drafted).long().cumprod(dim=-1).sum(dim=-1)
     next_ids = best_ids.gather(1, num_accepted[:, None])[:, 0]
     if any(do_sample):
         is_refused = num_accepted < lengths
-        sampled_ids = sample(_next_law(candidates, probs, num_accepted, is_refused), noise[:, -1])
+        sampled_ids = sample(_next_weights(candidates, probs, num_accepted, is_refused), noise[:, -1])
         next_ids = torch.where(is_sampling, sampled_ids, next_ids)
     num_possible = (best_scores > -torch.inf).long().cumprod(dim=-1).sum(dim=-1)
     return Verification(num_accepted, next_ids, num_possible)
@@ -127,8 +127,8 @@ def _accept(candidates: Candidates, probs: Tensor, noise: Tensor) -> Tensor:
     return noise[:, : index.shape[1]] * q < p
 
 
-def _next_law(candidates: Candidates, probs: Tensor, num_accepted: Tensor, is_refused: Tensor) -> Tensor:
-    """The unnormalised law of the token after the kept candidates. (rows, vocab)"""
+def _next_weights(candidates: Candidates, probs: Tensor, num_accepted: Tensor, is_refused: Tensor) -> Tensor:
+    """Weights, not normalised, of the token after the kept candidates. (rows, vocab)"""
     rows, k = candidates.token_ids.shape
     row_index = torch.arange(rows, device=probs.device)
     p = probs[row_index, num_accepted]

@@ -7,10 +7,10 @@ from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengt
 
 from ..engine.decoder import Decoder
 from ..engine.drafter import Drafter
+from ..engine.limits import CacheLimits
 from ..engine.model_facts import eos_ids, execution_device, vocab_size
 from ..engine.request import PaddedBatch, Request
 from ..engine.rules import DecodingRules
-from ..engine.scheduler import CacheLimits
 from .route import Asked, Inputs
 
 

@@ -11,7 +11,7 @@ from ..drafters.lookup import PromptLookupDrafter
 from ..dspark import DSparkDrafter, DSparkModel
 from ..engine.decoder import Decoder
 from ..engine.drafter import Drafter
-from ..engine.scheduler import CacheLimits
+from ..engine.limits import CacheLimits
 from ..generation import SpeculationSettings, make_drafter, unwrap
 from .backend import GenerationBackend
 from .prompt_encoder import PromptEncoder

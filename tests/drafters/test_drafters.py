@@ -2,6 +2,7 @@
 
 import copy
 
+import numpy as np
 import pytest
 import torch
 from transformers import LogitsProcessorList, TemperatureLogitsWarper
@@ -147,8 +148,8 @@ def test_sampled_candidates_come_with_their_law(llama):
     for row in range(6):
         ids = torch.tensor([prompt + candidates.token_ids[row, :2].tolist()])
         with torch.no_grad():
-            law = (llama(ids).logits[0, 5:] / 4.0 / 0.5).softmax(dim=-1)
-        torch.testing.assert_close(candidates.probs[row], law, atol=1e-5, rtol=0)
+            expected = (llama(ids).logits[0, 5:] / 4.0 / 0.5).softmax(dim=-1)
+        torch.testing.assert_close(candidates.probs[row], expected, atol=1e-5, rtol=0)
     assert len(set(map(tuple, candidates.token_ids[:6].tolist()))) > 1
     assert candidates.token_ids[6].tolist() == llama.generate(torch.tensor([prompt]), max_new_tokens=3)[0, 6:].tolist()
 
@@ -232,7 +233,7 @@ def test_ragged_rows_feed_the_draft_model_two_tokens_at_most(llama):
     assert_partly_accepted(decoder.stats)
 
 
-def test_long_prompt_of_a_newcomer_does_not_pad_the_others(llama):
+def test_long_prompt_of_a_new_request_does_not_pad_the_others(llama):
     draft = noisy_copy(llama)
     length = 3 * LONG_PREFILL
     texts = [left_padded([size], seed=size)["input_ids"] for size in (4, length)]
@@ -359,3 +360,14 @@ def test_drafters_show_their_settings(llama):
         "CausalLMDrafter(LlamaForCausalLM, num_assistant_tokens=3, probability_threshold=0.5, is_heuristic=True, "
         "temperature=1.0)"
     )
+
+
+@pytest.mark.parametrize("count", [64, 110, 10**6])
+def test_more_candidates_than_a_round_can_take_are_refused(llama, count):
+    sentence = f"`num_assistant_tokens` has to be at most 63, but is {count}"
+    with pytest.raises(ValueError, match=sentence):
+        CausalLMDrafter(llama, count)
+    with pytest.raises(ValueError, match=sentence):
+        PromptLookupDrafter(count)
+    assert PromptLookupDrafter(63).num_assistant_tokens == 63
+    assert type(PromptLookupDrafter(np.int64(7)).num_assistant_tokens) is int

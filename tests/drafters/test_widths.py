@@ -1,4 +1,4 @@
-"""Draft lengths: hand-computed cases, the law of the text by enumeration, and what a policy may look at."""
+"""Draft lengths: hand-computed cases, the distribution of the text by enumeration, and what a policy may look at."""
 
 import itertools
 import json
@@ -54,7 +54,7 @@ class GlobalSearch(DraftLengthPolicy):
         return torch.tensor(max(choices, key=lambda lengths: self.throughput(table, lengths, live)))
 
 
-# The law of the text
+# The distribution of the text
 
 
 def residual(target: torch.Tensor, draft: torch.Tensor) -> torch.Tensor:
@@ -79,7 +79,7 @@ class TwoTokens:
         return cls((first[0], second[0]), (first[1], second[1]))
 
     @property
-    def law(self) -> torch.Tensor:
+    def probs(self) -> torch.Tensor:
         return self.target[0][:, None] * self.target[1]
 
     def candidates_with_chance(self) -> list[tuple[tuple[int, int], float]]:
@@ -88,19 +88,19 @@ class TwoTokens:
         return [((x1, x2), float(first[x1] * second[x1, x2])) for x1, x2 in pairs]
 
     def emitted(self, candidates: tuple[int, int], length: int) -> torch.Tensor:
-        """The law of the first two tokens when `length` candidates are verified; later rounds are the target's."""
+        """How likely the first two tokens are if `length` candidates are verified; later rounds are the target's."""
         (p1, p2), (q1, q2), (x1, x2) = self.target, self.draft, candidates
         if length == 0:
-            return self.law
+            return self.probs
         kept = min(1.0, float(p1[x1] / q1[x1]))
-        law = (1 - kept) * residual(p1, q1)[:, None] * p2
+        probs = (1 - kept) * residual(p1, q1)[:, None] * p2
         if length == 1:
-            law[x1] += kept * p2[x1]
+            probs[x1] += kept * p2[x1]
         else:
             kept_too = min(1.0, float(p2[x1, x2] / q2[x1, x2]))
-            law[x1] += kept * (1 - kept_too) * residual(p2[x1], q2[x1])
-            law[x1, x2] += kept * kept_too
-        return law
+            probs[x1] += kept * (1 - kept_too) * residual(p2[x1], q2[x1])
+            probs[x1, x2] += kept * kept_too
+        return probs
 
 
 def joint_bias(policy: DraftLengthPolicy, seed: int) -> float:
@@ -109,14 +109,14 @@ def joint_bias(policy: DraftLengthPolicy, seed: int) -> float:
     rows = [TwoTokens.random(generator) for _ in range(2)]
     firsts = torch.rand(2, generator=generator)
     seconds = torch.rand(2, 2, generator=generator)  # the second confidence knows the first candidate
-    law = torch.zeros(2, 2, 2, 2, dtype=torch.float64)
+    probs = torch.zeros(2, 2, 2, 2, dtype=torch.float64)
     for (x, chance), (y, other_chance) in itertools.product(*(row.candidates_with_chance() for row in rows)):
         table = torch.tensor([[firsts[0], seconds[0, x[0]]], [firsts[1], seconds[1, y[0]]]])
         lengths = lengths_of(policy, table)
         emitted = [row.emitted(candidates, n) for row, candidates, n in zip(rows, (x, y), lengths)]
-        law += chance * other_chance * torch.einsum("ab,cd->abcd", *emitted)
-    expected = torch.einsum("ab,cd->abcd", rows[0].law, rows[1].law)
-    return float((law - expected).abs().sum() / 2)
+        probs += chance * other_chance * torch.einsum("ab,cd->abcd", *emitted)
+    expected = torch.einsum("ab,cd->abcd", rows[0].probs, rows[1].probs)
+    return float((probs - expected).abs().sum() / 2)
 
 
 @pytest.mark.parametrize(

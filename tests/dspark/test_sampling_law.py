@@ -15,7 +15,7 @@ from hf_specgen.drafters.widths import DraftLengthPolicy
 from hf_specgen.dspark import drafter as dspark_drafter
 from hf_specgen.dspark import stock_assistant
 from hf_specgen.engine import verification
-from tests.support.chi_square import FALSE_ALARM, chi_square_p_value, continuation_probs, law_of_p
+from tests.support.chi_square import FALSE_ALARM, chi_square_p_value, continuation_probs, target_probs
 from tests.support.dspark_models import bigram_target, fitted_drafter
 
 pytestmark = pytest.mark.slow
@@ -157,7 +157,7 @@ def test_policy_that_looks_ahead_is_noticed(plain, target):
 
 
 def test_correction_from_the_target_instead_of_the_residual_is_noticed(plain, target, monkeypatch):
-    monkeypatch.setattr(verification, "_next_law", law_of_p)
+    monkeypatch.setattr(verification, "_next_weights", target_probs)
     assert p_value_of(plain, target, Case(), assistant_model=drafter_for(plain, "vanilla")) < FALSE_ALARM
 
 

@@ -1,4 +1,4 @@
-"""The loop: many requests in few slots, each as if it were alone; rounds, joins, leaves and counts."""
+"""The loop: many requests in few slots, each as if it were alone; rounds, slots and counts."""
 
 import copy
 
@@ -130,7 +130,7 @@ def test_plain_decoding_equals_generate(family, slots):
     assert stats.draft_forwards == stats.drafting_rounds == 0
 
 
-# Seats and rounds
+# Slots and rounds
 
 
 def test_slots_fill_again_as_requests_leave(llama, draft):
@@ -147,7 +147,7 @@ def test_slots_fill_again_as_requests_leave(llama, draft):
     assert not decoder.has_unfinished
 
 
-def test_request_added_between_rounds_joins(llama, draft):
+def test_request_added_between_rounds_is_decoded(llama, draft):
     early, late = Request(prompt(5, 1), 20), Request(prompt(9, 2), 20)
     decoder = Decoder(llama, CausalLMDrafter(draft, 3), max_batch_size=2)
     rounds = decoder.run([early])

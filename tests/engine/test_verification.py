@@ -3,7 +3,7 @@ import torch
 
 from hf_specgen.engine import verification
 from hf_specgen.engine.verification import Candidates, sample, verify
-from tests.support.chi_square import FALSE_ALARM, NUM_DRAWS, chi_square_p_value, law_of_p
+from tests.support.chi_square import FALSE_ALARM, NUM_DRAWS, chi_square_p_value, target_probs
 
 INF = float("inf")
 ALMOST_ONE = 1 - 2**-24  # the largest fp32 number below 1
@@ -203,12 +203,12 @@ def test_sample_never_draws_an_index_of_weight_zero(u):
     assert (weights.gather(1, drawn[:, None]) > 0).all()
 
 
-def token_laws() -> list[float]:
-    """P-values of the first, second and third token among the rows that reached them; all rows have the same laws."""
+def token_p_values() -> list[float]:
+    """P-values of the first, second and third token among the rows that reached them; all rows have one case."""
     generator = torch.Generator().manual_seed(1)
     p = torch.tensor([[0.1, 0.2, 0.3, 0.4], [0.4, 0.1, 0.4, 0.1], [0.25, 0.25, 0.1, 0.4]])
     q = torch.tensor([[0.3, 0.1, 0.2, 0.4], [0.1, 0.4, 0.3, 0.2]])
-    token_ids = torch.stack([torch.multinomial(law, NUM_DRAWS, True, generator=generator) for law in q], dim=1)
+    token_ids = torch.stack([torch.multinomial(probs, NUM_DRAWS, True, generator=generator) for probs in q], dim=1)
     candidates = Candidates(token_ids, torch.full((NUM_DRAWS,), 2), q.expand(NUM_DRAWS, 2, 4))
     noise = torch.rand(NUM_DRAWS, 3, generator=generator)
     found = verify(candidates, p.log().expand(NUM_DRAWS, 3, 4), [True] * NUM_DRAWS, noise)
@@ -226,12 +226,12 @@ def token_laws() -> list[float]:
 
 def test_tokens_have_the_law_of_the_target():
     """Wrongly alarmed once in 10,000 seeds per position."""
-    assert min(token_laws()) > FALSE_ALARM
+    assert min(token_p_values()) > FALSE_ALARM
 
 
 def test_correction_from_p_instead_of_the_residual_is_noticed(monkeypatch):
-    monkeypatch.setattr(verification, "_next_law", law_of_p)
-    first, second, third = token_laws()
+    monkeypatch.setattr(verification, "_next_weights", target_probs)
+    first, second, third = token_p_values()
     assert max(first, second) < FALSE_ALARM < third  # the bonus token comes from p anyway
 
 

@@ -10,11 +10,11 @@ NUM_DRAWS = 20_000
 FALSE_ALARM = 1e-4
 
 
-def chi_square_p_value(counts: torch.Tensor, law: torch.Tensor) -> float:
-    """How likely counts that are at least as far from `law` are; outcomes expected less than 5 times are pooled."""
-    expected = law.double() * counts.sum()
+def chi_square_p_value(counts: torch.Tensor, probs: torch.Tensor) -> float:
+    """How likely counts that are at least as far from `probs` are; outcomes expected less than 5 times are pooled."""
+    expected = probs.double() * counts.sum()
     is_rare = expected < 5
-    assert counts[law == 0].sum() == 0, "an outcome of probability 0 was drawn"
+    assert counts[probs == 0].sum() == 0, "an outcome of probability 0 was drawn"
     expected = torch.cat([expected[~is_rare], expected[is_rare].sum()[None]])
     counts = torch.cat([counts[~is_rare], counts[is_rare].sum()[None]]).double()
     expected, counts = expected[expected > 1e-9], counts[expected > 1e-9]
@@ -22,7 +22,7 @@ def chi_square_p_value(counts: torch.Tensor, law: torch.Tensor) -> float:
     return float(torch.special.gammaincc(torch.tensor((len(expected) - 1) / 2).double(), statistic / 2))
 
 
-def law_of_p(candidates, probs, num_accepted, is_refused):
+def target_probs(candidates, probs, num_accepted, is_refused):
     return probs[torch.arange(len(probs)), num_accepted]
 
 

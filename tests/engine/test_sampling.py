@@ -1,4 +1,4 @@
-"""What speculative sampling emits has the target's law: all continuations are enumerated, then compared with draws."""
+"""What speculative sampling emits has the target's distribution: draws against all continuations, enumerated."""
 
 import copy
 from dataclasses import dataclass, field
@@ -27,7 +27,7 @@ from hf_specgen import (
     enable_speculation,
 )
 from hf_specgen.engine import verification
-from tests.support.chi_square import FALSE_ALARM, chi_square_p_value, continuation_probs, law_of_p
+from tests.support.chi_square import FALSE_ALARM, chi_square_p_value, continuation_probs, target_probs
 from tests.support.models import cycle_model, left_padded, make_model, noisy_copy
 
 pytestmark = pytest.mark.slow
@@ -86,7 +86,7 @@ def draw(model, seed: int, num_draws: int = NUM_DRAWS, **settings) -> tuple[torc
 
 @dataclass(frozen=True)
 class Case:
-    process: Any = lambda ids, logits: logits  # the target's law, computed by other means
+    process: Any = lambda ids, logits: logits  # the target's distribution, computed by other means
     settings: dict = field(default_factory=dict)
     drafter: dict | None = None  # settings of a drafter, None for the draft model itself
 
@@ -105,13 +105,13 @@ CASES = {
         {"logits_processor": [LogitBias({1: 1.5, "4": -2})]},
     ),
     "draft with another temperature": Case(drafter={"temperature": 1.7}),
-    "draft that stops on low confidence": Case(drafter={"confidence_threshold": 0.5}),
+    "draft that stops on low confidence": Case(drafter={"probability_threshold": 0.5}),
     "greedy draft": Case(drafter={"temperature": 0.0}),
 }
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_continuations_have_the_law_of_the_target(plain, target, draft, name):
+def test_continuations_have_the_distribution_of_the_target(plain, target, draft, name):
     """Each case wrongly alarms for one seed in 10,000."""
     case = CASES[name]
     assistant = draft if case.drafter is None else CausalLMDrafter(draft, num_assistant_tokens=3, **case.drafter)
@@ -122,7 +122,7 @@ def test_continuations_have_the_law_of_the_target(plain, target, draft, name):
     assert p_value > FALSE_ALARM
 
 
-def test_prompt_lookup_has_the_law_of_the_target(plain, target):
+def test_prompt_lookup_has_the_distribution_of_the_target(plain, target):
     counts, acceptance = draw(target, 2, prompt_lookup_num_tokens=3, max_matching_ngram_size=2)
     p_value = chi_square_p_value(counts, continuation_probs(plain, Case().process, PROMPT, LENGTH))
     print(f"mean acceptance {acceptance:.3f}, p-value {p_value:.3g}")
@@ -130,20 +130,20 @@ def test_prompt_lookup_has_the_law_of_the_target(plain, target):
     assert p_value > FALSE_ALARM
 
 
-def test_draft_equal_to_the_target_has_its_law(plain, target):
+def test_draft_equal_to_the_target_has_its_distribution(plain, target):
     counts, acceptance = draw(target, 3, assistant_model=plain)
     assert acceptance > 0.999
     assert chi_square_p_value(counts, continuation_probs(plain, Case().process, PROMPT, LENGTH)) > FALSE_ALARM
 
 
 def test_correction_from_the_target_instead_of_the_residual_is_noticed(plain, target, draft, monkeypatch):
-    monkeypatch.setattr(verification, "_next_law", law_of_p)
+    monkeypatch.setattr(verification, "_next_weights", target_probs)
     counts, acceptance = draw(target, 1, assistant_model=draft, num_draws=NUM_DRAWS // 2)
     assert 0.05 < acceptance < 0.97
     assert chi_square_p_value(counts, continuation_probs(plain, Case().process, PROMPT, LENGTH)) < FALSE_ALARM
 
 
-def test_wrong_law_is_noticed(plain, target, draft):
+def test_wrong_distribution_is_noticed(plain, target, draft):
     """A tenth of the temperature is enough to see."""
     counts, _ = draw(target, 1, assistant_model=draft, temperature=0.9)
     assert chi_square_p_value(counts, continuation_probs(plain, Case().process, PROMPT, LENGTH)) < FALSE_ALARM
