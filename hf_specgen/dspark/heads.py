@@ -1,7 +1,8 @@
 """The heads that make a block sequential: Markov heads correct the base logits token by token, the confidence head
 estimates whether the next token will be accepted.
 
-DSpark, section 3 (DeepSeek 2026, https://arxiv.org/abs/2607.05147). Sampling and training call the same `step`.
+DSpark, section 3 (DeepSeek 2026, https://arxiv.org/abs/2607.05147). `step` takes any leading
+dimensions, so that training can call it as drafting does.
 """
 
 import torch

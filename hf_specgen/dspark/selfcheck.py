@@ -54,7 +54,7 @@ def check_drafter(
     prompts: list[str] | None = None,
 ) -> DSparkCheck:
     """
-    Drafts for a few prompts and tells why candidates are refused, if nearly all are.
+    Drafts for a few prompts and, if a round yields less than half of what a block could, tries other settings.
 
     Args:
         model ([`DSparkModel`]):

@@ -136,7 +136,7 @@ def _plain_layers(config: Any) -> dict[str, Any]:
 
 
 def default_target_layer_ids(num_target_layers: int) -> list[int]:
-    """Five layers spread evenly from the second to the last but two; all that can be tapped of shallow targets."""
+    """Five layers spread evenly from the second to the last but two; of shallow ones the last that can be tapped."""
     last = num_target_layers - 3
     if last < NUM_TAPPED_LAYERS:
         return list(range(num_target_layers - 1))[-NUM_TAPPED_LAYERS:] or [-1]

@@ -114,7 +114,8 @@ class Decoder:
 
         Raises:
             `ValueError`: if one leaves the positions that the models know or the fixed capacity, names ids outside
-                the vocabulary, or was queued before.
+                the vocabulary, was queued before, or has a processor whose state cannot be taken back.
+            `TypeError`: if one is no [`Request`].
         """
         if len({id(request) for request in requests}) < len(requests):
             raise ValueError("A `Request` is given twice in one call.")
@@ -139,7 +140,7 @@ class Decoder:
         self._scheduler.add(sorted(requests, key=lambda r: -r.max_new_tokens) if longest_first else requests)
 
     def longest_row(self, prompt_length: int) -> int | None:
-        """The most tokens to which a prompt of this length can come with its text, None where nothing bounds them."""
+        """The most tokens that a prompt of this length and its text can have together, None if nothing bounds them."""
         limits = [self._scheduler.limits.longest_row, *(longest_row(used, prompt_length) for used in self.models)]
         return min((limit for limit in limits if limit is not None), default=None)
 

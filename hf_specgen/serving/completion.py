@@ -19,7 +19,8 @@ class Completion:
         token_ids (`tuple[int, ...]`):
             What was generated, with all of these.
         finish_reason (`str`):
-            `"stop"` (a stop string), `"eos"` (an id that ends a text), `"length"`, `"aborted"` or `"error"`.
+            `"stop"` (a stop string), `"eos"` (an id that ends a text), `"length"`, `"time"` (the call's `timeout`),
+            `"aborted"` or `"error"`.
         index (`int`), sample (`int`):
             The number of the prompt in its call, and of the sample among those of the prompt.
         logprobs (`tuple[TokenLogprobs, ...]`, *optional*):
