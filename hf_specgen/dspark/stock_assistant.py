@@ -200,8 +200,8 @@ def threshold_of_call() -> float | None:
 
 class NoScores:
     """
-    Stands for the scores of no candidates. transformers stacks what it gets, and knows a result of None: nothing was
-    drafted. torch asks an argument that is no tensor what a function makes of it.
+    Stands for the scores of no candidates. transformers stacks what it gets, and takes a result of None for "nothing
+    was drafted". torch asks an argument that is no tensor for the result of a function.
     """
 
     @classmethod

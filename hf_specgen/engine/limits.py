@@ -73,7 +73,7 @@ class CacheLimits:
 
     @property
     def longest_row(self) -> int | None:
-        """The most tokens to which a prompt can come with its text, None where nothing bounds them."""
+        """The most tokens that a prompt and its text can have together, None if nothing bounds them."""
         most = self.max_tokens_in_cache
         limits = [self.capacity, None if most is None else most - CANDIDATE_COLUMNS]
         return min((limit for limit in limits if limit is not None), default=None)

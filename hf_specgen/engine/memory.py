@@ -89,7 +89,7 @@ class Memory:
         self._states: dict[int, list[Snapshot]] = {}  # by row: after what is committed, and after each candidate
 
     def before(self, row: int, position: int) -> Snapshot:
-        """The state in which a row's `position`th candidate, or the token after all, has to be judged."""
+        """The state in which a row's `position`th candidate, or the token behind the last one, has to be judged."""
         return self._states.setdefault(row, [self._initial])[position]
 
     def load(self, state: Snapshot) -> None:

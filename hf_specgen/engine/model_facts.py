@@ -121,7 +121,7 @@ def check_positions(model: PreTrainedModel, requests: Iterable[Request], role: s
 
 
 def longest_row(model: PreTrainedModel, prompt_length: int) -> int | None:
-    """The most tokens to which a prompt of this length can come with its text, None where nothing bounds them."""
+    """The most tokens that a prompt of this length and its text can have together, None if nothing bounds them."""
     switch = rope_switch(model)
     limits = [learned_positions(model), switch if switch is not None and prompt_length <= switch else None]
     return min((limit for limit in limits if limit is not None), default=None)

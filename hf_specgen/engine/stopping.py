@@ -44,7 +44,7 @@ def ended(result: RowResult, num_tokens: int, reason: FinishReason) -> RowResult
 
 
 def precedes(reason: FinishReason, other: FinishReason | None) -> bool:
-    """Whether `reason` names the end of a row of which `other` could be said at the same token."""
+    """Whether `reason` goes before `other` where both end a row at the same token."""
     return other not in PRECEDENCE or PRECEDENCE.index(reason) < PRECEDENCE.index(other)
 
 
@@ -72,7 +72,7 @@ def _with_text_stop(result: RowResult) -> RowResult:
 
 
 def _can_follow(result: RowResult, num_tokens: int) -> bool:
-    """Whether the text of the first `num_tokens` new tokens can be followed, though not that of all."""
+    """Whether the follower can read the first `num_tokens` of new tokens that it failed to read as a whole."""
     follower = result.request.text
     assert follower is not None, "asked only of requests with a text"
     if num_tokens >= len(result.token_ids):

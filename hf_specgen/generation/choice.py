@@ -30,8 +30,8 @@ class SpeculationSettings:
         num_assistant_tokens_schedule (`str`, *optional*):
             Whether that number follows acceptance.
         assistant_confidence_threshold (`float`, *optional*):
-            In [0, 1]. For a causal language model the least probability of a candidate behind which it goes on
-            drafting; for a DSpark drafter the least confidence of a candidate that is verified.
+            In [0, 1]. A causal language model stops drafting after a candidate of less probability. Of a DSpark
+            drafter's candidates those before the first of less confidence are verified.
         prompt_lookup_num_tokens (`int`, *optional*):
             Candidates per round of prompt lookup.
         max_matching_ngram_size (`int`, *optional*):

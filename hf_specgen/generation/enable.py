@@ -1,4 +1,4 @@
-"""Entry point one: `model.generate(..., assistant_model=draft)` on our loop.
+"""How `generate` of a model comes to our loop, and back.
 
 `enable_speculation` swaps the instance's class for a subclass in which `_assisted_decoding` runs the [`Decoder`]. By
 then `generate` has prepared processors, criteria and inputs, so what a user can ask of it works here too.

@@ -27,7 +27,7 @@ def share_refusal(error: Exception | None) -> None:
 class Peers:
     """
     The other ranks of a call, while it decodes. As a context it tells them of an exception, so that they raise too
-    instead of waiting for this rank; one inside a sharded pass, where they wait for something else, is only named.
+    instead of waiting for this rank. Inside a pass they cannot be told: then the exception gets a note that says so.
     """
 
     def __init__(self, model: PreTrainedModel):

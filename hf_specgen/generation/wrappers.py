@@ -52,7 +52,7 @@ def adapter_names_of_rows(model: nn.Module) -> list[str]:
 
 
 def remove_adapter_hooks(model: nn.Module) -> None:
-    """Takes those hooks away: PEFT leaves them where `generate` raises, and later calls would fail on them."""
+    """Removes the hooks of `adapter_names`: PEFT leaves them where `generate` raises, and later calls would fail."""
     for layer, key, _ in _adapter_hooks(model):
         del layer._forward_pre_hooks[key]
         layer._forward_pre_hooks_with_kwargs.pop(key, None)

@@ -44,8 +44,8 @@ class PromptEncoder:
         mask_undecodable (`bool`, *optional*, defaults to `True`):
             Whether ids that the tokenizer cannot decode, and padding, are never generated.
         longest_row (`Callable[[int], int | None]`, *optional*):
-            The most tokens that a prompt of a length can come to with its text, for reasons besides the window. It
-            bounds budgets that nobody gave.
+            The most tokens that a prompt of a length and its text can have together, for reasons besides the window.
+            It bounds budgets that nobody gave.
     """
 
     def __init__(
