@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 from transformers import LogitsProcessor
 
-from ..arguments import checked_integer, checked_number
+from ..arguments import checked_integer, checked_number, shown
 from .token_penalties import represent
 
+MAX_DIGITS = 20  # of an id of 64 bits, with a sign
 MAX_TOKEN_ID = torch.iinfo(torch.long).max
 
 
@@ -33,14 +34,14 @@ class LogitBias(LogitsProcessor):
 
     def __init__(self, bias: Mapping[int | str, float]):
         if not isinstance(bias, Mapping):
-            raise TypeError(f"`bias` has to be a mapping of token ids to numbers, but is {bias!r}.")
+            raise TypeError(f"`bias` has to be a mapping of token ids to numbers, but is {shown(bias)}.")
         self.bias: dict[int, float] = {}
         for key, value in bias.items():
             token = _checked_key(key)
             if token in self.bias:
                 raise ValueError(f"`bias` has to name an id once, but names {token} both as a number and as a string.")
             is_ban = isinstance(value, Real) and value == -float("inf")
-            self.bias[token] = -float("inf") if is_ban else checked_number(f"bias[{key!r}]", value)
+            self.bias[token] = -float("inf") if is_ban else checked_number(f"bias[{shown(key)}]", value)
         self._ids = sorted(token for token in self.bias if 0 <= token <= MAX_TOKEN_ID)
         values = [self.bias[token] for token in self._ids]
         self._on_device = torch.tensor(self._ids, dtype=torch.long), torch.tensor(values, dtype=torch.float32)
@@ -104,7 +105,7 @@ class UndecodableMask(LogitsProcessor):
 
 def _checked_key(key: int | str) -> int:
     if isinstance(key, str):
-        if not (key.isascii() and key.removeprefix("-").isdigit()):
-            raise ValueError(f'`bias` has to have token ids as keys, such as 198 or "198", but has {key!r}.')
+        if not (key.isascii() and key.removeprefix("-").isdigit() and len(key) <= MAX_DIGITS):
+            raise ValueError(f'`bias` has to have token ids as keys, such as 198 or "198", but has {shown(key)}.')
         return int(key)
     return checked_integer("bias", key)

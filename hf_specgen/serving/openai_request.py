@@ -49,6 +49,8 @@ ANSWERING_FIELDS = {
     "metadata",
     "safety_identifier",
     "prompt_cache_key",
+    "prompt_cache_options",
+    "prompt_cache_retention",
     "service_tier",
     "request_id",
     "priority",
@@ -62,6 +64,7 @@ NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
     "response_format": ({"type": "text"},),
     "store": (False,),
     "suffix": ("",),
+    "verbosity": ("medium",),
     # vLLM
     "add_special_tokens": (False,),
     "detokenize": (True,),

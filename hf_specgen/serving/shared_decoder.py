@@ -16,6 +16,7 @@ from weakref import WeakSet
 
 from torch import nn
 
+from ..arguments import shown
 from ..engine.decoder import Decoder
 from ..engine.request import FinishReason, Request
 from .fair_lock import FairLock
@@ -141,7 +142,7 @@ class SharedDecoder:
 
     def _submit(self, call: Call, jobs: list[Job], deadline: float | None) -> None:
         if taken := sorted({job.name for job in jobs if job.name is not None and job.name in self._named}):
-            raise ValueError(f"`request_id` {taken[0]!r} belongs to a request that has not ended.")
+            raise ValueError(f"`request_id` {shown(taken[0])} belongs to a request that has not ended.")
         if not self._open:
             self._modules = [module for model in self.decoder.models for module in model.modules()]
         waiting = [(job, job.request) for job in jobs if job.request is not None and not job.is_done]

@@ -48,7 +48,9 @@ def test_two_processes_share_the_prompts(tmp_path):
 @pytest.mark.slow
 def test_texts_get_better_and_the_best_model_is_loaded(tmp_path):
     plot = "curves.png" if find_spec("matplotlib") else ""
-    done = start_script(NAME, "--output_dir", str(tmp_path), "--max_steps", "240", "--num_prompts", "48", "--plot", plot)
+    done = start_script(
+        NAME, "--output_dir", str(tmp_path), "--max_steps", "240", "--num_prompts", "48", "--plot", plot
+    )
     assert done.returncode == 0, done.stderr[-4000:]
     report = report_of(done.stdout)
     right = {

@@ -325,3 +325,36 @@ def test_nested_and_long_values_are_cut_in_the_sentence():
             with pytest.raises((RequestError), match=name) as raised:
                 from_openai({name: value})
             assert len(str(raised.value)) < 600
+
+
+CALLS: list[dict[str, Any]] = [
+    {},
+    {"stream": True},
+    {"stream": True, "stream_options": {"include_usage": True}},
+    {"temperature": None, "top_p": None, "n": None, "seed": None, "stop": None, "logprobs": None, "tools": None},
+    {"n": 1, "logprobs": False, "top_logprobs": 0, "stop": [], "logit_bias": {}, "tools": [], "store": False},
+    {"tool_choice": "auto", "parallel_tool_calls": True, "response_format": {"type": "text"}, "modalities": ["text"]},
+    {"user": "u", "metadata": {}, "service_tier": "auto", "safety_identifier": "a", "prompt_cache_key": "b"},
+    {"prompt_cache_retention": "24h", "verbosity": "medium", "seed": -5},
+    {"extra_body": {"add_generation_prompt": True, "chat_template_kwargs": {}, "top_k": -1, "min_p": 0}},
+]
+
+
+@pytest.mark.parametrize("settings", CALLS)
+def test_bodies_of_the_client_of_openai_are_read(settings):
+    """What the installed client makes of a call, with fields that ask for nothing."""
+    openai, httpx = pytest.importorskip("openai"), pytest.importorskip("httpx")
+    bodies = []
+
+    def refuse(request: Any) -> Any:
+        bodies.append(json.loads(request.content))
+        return httpx.Response(400, json={"error": {"message": "only looking"}})
+
+    with httpx.Client(transport=httpx.MockTransport(refuse)) as connection:
+        client = openai.OpenAI(api_key="none", base_url="http://here/v1", max_retries=0, http_client=connection)
+        messages = [{"role": "user", "content": [{"type": "text", "text": "hi"}]}]
+        with pytest.raises(openai.BadRequestError):
+            client.chat.completions.create(model="m", messages=messages, **settings)
+    (body,) = bodies
+    assert body["messages"] == messages
+    assert from_openai(body) == SamplingParams(seed=settings.get("seed"))
