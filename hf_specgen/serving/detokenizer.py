@@ -21,7 +21,7 @@ FALLBACK_TOKEN = "<0xE2>"  # what sentencepiece calls a byte
 
 class TextAssembler:
     """
-    Turns the ids of one row into text, token by token. A piece of text is given away once it is final: it holds no
+    Turns the ids of one row into text, token by token. A piece of text is emitted once it is final: it holds no
     character of which bytes may be missing, and neither a stop string nor what may become one. The pieces joined are
     `tokenizer.decode` of all ids, up to the stop string that begins first. (One exception: where a vocabulary falls
     back to bytes, `decode` spoils a whole run of them for one that fits nowhere; here the characters before it stay.)
@@ -123,7 +123,7 @@ class TextAssembler:
         if self.is_stopped:
             return final
         self._state = 0
-        return final + self._give(len(self._held))
+        return final + self._emit(len(self._held))
 
     def first_stop(self, token_ids_so_far: list[int], new_token_ids: list[int]) -> int | None:
         """
@@ -183,10 +183,10 @@ class TextAssembler:
             self._num_decoded += len(piece)
             self._lengths.append((token, self._num_decoded))
         if self.is_stopped:
-            return self._give(earliest - self._num_final)
-        return self._give(len(self._held) - self._finder.depths[self._state])
+            return self._emit(earliest - self._num_final)
+        return self._emit(len(self._held) - self._finder.depths[self._state])
 
-    def _give(self, count: int) -> str:
+    def _emit(self, count: int) -> str:
         """Makes `count` of the characters held final."""
         final, self._held = self._held[:count], self._held[count:]
         if final:
@@ -201,7 +201,7 @@ class TextAssembler:
 class _IncrementalDecoder:
     """
     Ids -> text that no later id changes. A short window of ids is decoded with each new one, and the text that it had
-    before is taken off. The window begins with ids whose text was given away, so that a decoder that drops a space at
+    before is taken off. The window begins with ids whose text was emitted, so that a decoder that drops a space at
     the start of a text has done so there.
     """
 
@@ -222,9 +222,9 @@ class _IncrementalDecoder:
     def restart(self) -> None:
         """Forgets all ids but the prompt's."""
         self._window = list(self._prompt_end)
-        self._num_read = len(self._window)  # ids whose text was given away
+        self._num_read = len(self._window)  # ids whose text was emitted
         self._text = self._decode(self._window)
-        self._known = self._text  # the beginning of it that was given away
+        self._known = self._text  # the beginning of it that was emitted
         self.num_left_out = 0  # ids in a row, the latest ones, that are no part of the text
 
     def add(self, token_id: int) -> str:

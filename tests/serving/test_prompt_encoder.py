@@ -5,7 +5,7 @@ import torch
 from tokenizers import Tokenizer, models
 from transformers import MinNewTokensLengthLogitsProcessor, PreTrainedTokenizerFast
 
-from hf_specgen import UndecodableMask
+from hf_specgen import UndecodableMask, from_openai
 from hf_specgen.serving.prompt_encoder import PromptEncoder, eos_ids_of
 from hf_specgen.serving.request_error import RequestError
 from hf_specgen.serving.sampling_params import SamplingParams, mixed_seed
@@ -142,3 +142,52 @@ def test_ids_outside_the_vocabulary_are_refused_by_name(name, value):
     encoder = PromptEncoder(make_model(), character_tokenizer("abcdefgh"))
     (job,) = encoder.jobs("ab", SamplingParams(**{name: value}))
     assert f"`{name}` names [{VOCAB_SIZE}]" in str(job.error)
+
+
+# What the chat template is told
+
+
+def chat_encoder():
+    tokenizer = letters_tokenizer()
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ m['content'] }}.{% endfor %}{{ tools[0]['function']['name'] if tools }}"
+        "{{ documents[0]['text'] if documents }}{{ mood }}{% if add_generation_prompt %}!{% endif %}"
+    )
+    return encoder(tokenizer=tokenizer)
+
+
+ASKED = [{"role": "user", "content": [{"type": "text", "text": "h"}, {"type": "text", "text": "i"}]}]
+LOOK = {"type": "function", "function": {"name": "look", "description": "", "parameters": {}}}
+
+
+@pytest.mark.parametrize(
+    ("settings", "text"),
+    [
+        ({}, "hi.!"),
+        ({"tools": [LOOK]}, "hi.look!"),
+        ({"documents": [{"title": "", "text": "page"}]}, "hi.page!"),
+        ({"chat_template_kwargs": {"mood": "calm"}}, "hi.calm!"),
+        ({"continue_final_message": True}, "hi"),
+    ],
+)
+def test_settings_of_a_request_reach_the_chat_template(settings, text):
+    (job,) = chat_encoder().jobs(ASKED, greedy(**settings))
+    assert job.error is None and job.prompt == text
+    body = {"max_tokens": 8, "temperature": 0, **settings}
+    assert chat_encoder().jobs(ASKED, from_openai(body))[0].prompt == text
+    if settings:
+        (job,) = chat_encoder().jobs("hi", greedy(**settings))
+        assert job.error.param == next(iter(settings)) and "no list of messages" in str(job.error)
+
+
+@pytest.mark.parametrize("prompt", ["a\ud800", "\udfff", [{"role": "user", "content": "a\udcff"}]])
+def test_half_of_a_surrogate_pair_is_named_with_its_place(prompt):
+    (job,) = encoder().jobs(prompt, greedy(), index=3)
+    assert isinstance(job.error, RequestError) and "half of a surrogate pair" in str(job.error)
+    assert "Prompt 3" in str(job.error) and str(job.error).isascii()
+
+
+def test_samples_share_what_remembers_nothing():
+    jobs = encoder().jobs("hi", SamplingParams(n=3, frequency_penalty=1.0))
+    assert len({id(job.request.rules) for job in jobs}) == 1
+    assert len({id(job.text) for job in jobs}) == len({id(job.request) for job in jobs}) == 3
