@@ -108,8 +108,8 @@ class GenerationBackend:
             raise ValueError(f"`stream` yields one text, but `n` is {len(jobs)}; use `stream_batch`.")
         call = _named([jobs], request_id)
         stream = self._submitted(call, timeout)
-        if (error := jobs[0].final_error) is not None:
-            raise error
+        if call.error is not None:
+            raise call.error
         return TextStream(stream)
 
     def astream(
@@ -208,12 +208,10 @@ class GenerationBackend:
 
     def refusal(self, prompt: Prompt, params: SamplingParams = DEFAULT_PARAMS) -> Exception | None:
         """What a request would be refused with, None if it would be served. Runs nothing."""
-        job = self._encoder.jobs(prompt, params)[0]
-        if job.error is None:
-            call = Call([job])
-            self._shared.submit(call)
-            self._shared.release(call.jobs)
-        return job.final_error
+        call = Call(self._encoder.jobs(prompt, params)[:1])
+        self._shared.submit(call)
+        self._shared.release(call.jobs)
+        return call.error
 
     def _submit(self, call: Call, timeout: float | None, longest_first: bool = False) -> None:
         deadline = None

@@ -41,6 +41,14 @@ def make_backend():
     )
 
 
+in_processor = {"call": lambda: None}
+
+
+def unchanged(input_ids, scores):
+    in_processor["call"]()
+    return scores
+
+
 def handler(backend):
     """As that of a server: a generator that reads a stream."""
     with backend.stream("abc", PARAMS) as stream:
@@ -168,10 +176,11 @@ def test_collector_may_close_a_stream_in_any_phase_of_a_round(monkeypatch, phase
 
             def with_processor(self, *args, **kwargs):
                 processors = make(self, *args, **kwargs)
-                processors.append(collecting(lambda input_ids, scores: scores))
+                processors.append(unchanged)
                 return processors
 
             patch.setattr(SamplingParams, "logits_processor", with_processor)
+            patch.setitem(in_processor, "call", collecting(in_processor["call"]))
         elif phase == "on_round":
             decoder.on_round = collecting(lambda *args: None)
         elif phase == "observe":
