@@ -15,7 +15,7 @@ help:
 	@echo 'make demo       decode with a real model, plainly and speculatively'
 	@echo 'make test       run the tests (ARGS="-k verify" selects some)'
 	@echo 'make test-fast  run each test with the first of its parameters, without the long ones'
-	@echo 'make clients    install the programs that some tests run against; without them these tests skip'
+	@echo 'make clients    install the programs that some tests run against (docs too); without them these tests skip'
 	@echo 'make docs       build the pages in docs/ into build/docs; a broken link or reference is an error'
 	@echo 'make style      format the code and mend what ruff can mend'
 	@echo 'make quality    check format, lint and types'
@@ -59,7 +59,7 @@ clean:
 	@touch $@
 
 .venv/.clients: .venv/.test
-	$(INSTALL) --editable '.[test,clients]'
+	$(INSTALL) --editable '.[test,clients,docs]'
 	@touch $@
 
 .venv/.dev: .venv/.base
