@@ -21,6 +21,7 @@ from .completion import Completion
 from .job import Call, Job
 from .portable import remove_capturing_hooks
 from .prompt_encoder import Params, Prompt, PromptEncoder
+from .request_error import RequestError
 from .sampling_params import DEFAULT_PARAMS, SamplingParams
 from .shared_decoder import SharedDecoder
 from .streams import BatchStream, TextStream
@@ -105,7 +106,7 @@ class GenerationBackend:
         """
         jobs = self._encoder.jobs(prompt, params)
         if len(jobs) > 1:
-            raise ValueError(f"`stream` yields one text, but `n` is {len(jobs)}; use `stream_batch`.")
+            raise RequestError(f"`stream` yields one text, but `n` is {len(jobs)}; use `stream_batch`.", param="n")
         call = _named([jobs], request_id)
         stream = self._submitted(call, timeout)
         if call.error is not None:

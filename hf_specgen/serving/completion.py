@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 
 from ..engine.logprobs import TokenLogprobs
+from ..engine.request import FinishReason
 from ..engine.stats import DecodingStats
 
 
@@ -38,7 +39,7 @@ class Completion:
     prompt: str
     text: str
     token_ids: tuple[int, ...]
-    finish_reason: str
+    finish_reason: FinishReason
     index: int = 0
     sample: int = 0
     logprobs: tuple[TokenLogprobs, ...] | None = None
