@@ -161,7 +161,7 @@ def test_seed_gives_the_same_text_in_kinds_without_a_drafter():
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_results_come_in_the_order_of_more_prompts_than_seats(kind):
+def test_results_come_in_the_order_of_more_prompts_than_slots(kind):
     """The longest go first, whatever their place."""
     prompts = random_prompts(14, seed=10)
     params = [greedy(1 + 5 * i % 17) for i in range(14)]

@@ -239,7 +239,7 @@ def busy(backend, started, stopped):
 
 
 @pytest.mark.parametrize("how", ["close", "del", "abort"])
-def test_seat_is_freed_while_another_thread_decodes(how):
+def test_slot_is_freed_while_another_thread_decodes(how):
     backend, started, stopped = byte_backend_of("batched"), threading.Event(), threading.Event()
     threads = Threads(busy(backend, started, stopped))
     assert started.wait(30)

@@ -81,12 +81,7 @@ class Soak:
 
     def generate(self, generator, numbers):
         prompts = [random_prompt(generator) for _ in numbers]
-        try:
-            completions = self.backend.generate(prompts, [random_params(generator) for _ in numbers])
-        except Fault:
-            for number in numbers:
-                self.ended(number, "raised")
-            return
+        completions = self.backend.generate(prompts, [random_params(generator) for _ in numbers])
         for number, completion in zip(numbers, completions, strict=True):
             self.check(number, completion)
 
@@ -95,14 +90,8 @@ class Soak:
             [random_prompt(generator) for _ in numbers], [random_params(generator) for _ in numbers]
         )
         pieces = {place: [] for place in range(len(numbers))}
-        while True:
-            try:
-                place, piece = next(stream)
-                pieces[place].append(piece)
-            except StopIteration:
-                break
-            except Fault:  # of this round: the stream tells of it at its end
-                continue
+        for place, piece in stream:
+            pieces[place].append(piece)
         for place, (number, completion) in enumerate(zip(numbers, stream.completions, strict=True)):
             self.check(number, completion, pieces[place])
 

@@ -138,7 +138,7 @@ def left_by_its_generator(backend):
 
 @pytest.mark.parametrize("num_read", [0, 1, 3])
 @pytest.mark.parametrize("how", ["close", "del", "generator", "cycle", "exception"])
-def test_consumer_that_stops_reading_frees_seat_and_memory(how, num_read):
+def test_consumer_that_stops_reading_frees_slot_and_memory(how, num_read):
     backend = byte_backend_of("speculative")
     stream = left_by_its_generator(backend) if how == "generator" else backend.stream("hi", endless())
     for _ in range(num_read):
@@ -240,7 +240,7 @@ def test_refused_prompt_of_a_batch_leaves_the_others_their_streams():
     assert good.finish_reason == other.finish_reason == "length"
 
 
-def test_closed_batch_frees_all_its_seats():
+def test_closed_batch_frees_all_its_slots():
     backend = byte_backend_of("batched", max_batch_size=3)
     stream = backend.stream_batch(["hi"] * 7, endless())
     next(stream)
