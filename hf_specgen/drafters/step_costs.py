@@ -4,7 +4,6 @@ The pass is the one that the decoder runs: the same cache, mask and attention. K
 """
 
 import json
-import math
 import time
 from bisect import bisect_left
 from dataclasses import asdict, dataclass, fields
@@ -18,7 +17,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
-from ..arguments import check_count
+from ..arguments import check_count, checked_number
 from ..engine.batch import forward, forward_last
 from ..engine.model_facts import execution_device, learned_positions, num_input_ids
 from ..engine.support import unsupported_reason
@@ -63,16 +62,14 @@ class StepCosts:
         if not self.milliseconds:
             raise ValueError("`milliseconds` has to hold at least one entry, but is empty.")
         for num_tokens, cost in self.milliseconds.items():
-            _check_integer("a number of tokens in `milliseconds`", num_tokens, least=1)
-            if not isinstance(cost, (int, float)) or isinstance(cost, bool):
-                raise TypeError(f"`milliseconds[{num_tokens}]` has to be a number, but is {cost!r}.")
-            if not (math.isfinite(cost) and cost > 0):
-                raise ValueError(f"`milliseconds[{num_tokens}]` has to be finite and above 0, but is {cost!r}.")
+            check_count("milliseconds", num_tokens)
+            if checked_number(f"milliseconds[{num_tokens}]", cost) <= 0:
+                raise ValueError(f"`milliseconds[{num_tokens}]` has to be above 0, but is {cost!r}.")
         for name, text in (("model", self.model), ("device", self.device)):
             if not isinstance(text, str):
                 raise TypeError(f"`{name}` has to be a str, but is {text!r}.")
-        _check_integer("`num_rows`", self.num_rows, least=1)
-        _check_integer("`context_length`", self.context_length, least=0)
+        check_count("num_rows", self.num_rows)
+        check_count("context_length", self.context_length, minimum=0)
 
     @cached_property
     def _measured(self) -> list[int]:
@@ -123,13 +120,6 @@ def _named_values(values: Any, names: set[str]) -> dict[str, Any]:
     if isinstance(values["milliseconds"], dict):
         values["milliseconds"] = {int(num_tokens): cost for num_tokens, cost in values["milliseconds"].items()}
     return values
-
-
-def _check_integer(name: str, value: int, least: int) -> None:
-    if not isinstance(value, int) or isinstance(value, bool):
-        raise TypeError(f"{name} has to be an int, but is {value!r}.")
-    if value < least:
-        raise ValueError(f"{name} has to be at least {least}, but is {value}.")
 
 
 @torch.no_grad()

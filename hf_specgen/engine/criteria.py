@@ -6,23 +6,15 @@ Rows that are ahead of it may have to give tokens back; they have cost no time, 
 """
 
 import torch
-from transformers import MaxTimeCriteria, StoppingCriteria, StopStringCriteria
+from transformers import StoppingCriteria
 
 from .request import PaddedBatch, Request
 from .stopping import precedes
 
-KNOWN = (MaxTimeCriteria, StopStringCriteria)
-
-
-def unknown_criteria(batch: PaddedBatch) -> list[StoppingCriteria]:
-    """The criteria of a batch that `apply_stops` leaves out."""
-    rules = next(request.rules for request in batch.requests if request is not None)
-    return [criterion for criterion in rules.stopping_criteria if type(criterion) not in KNOWN]
-
 
 def is_settled(request: Request, num_tokens: int) -> bool:
     """Whether nothing can take a request's first `num_tokens` tokens back any more."""
-    return not unknown_criteria(request.batch) or num_tokens <= request.batch.num_judged
+    return not request.rules.unknown_criteria or num_tokens <= request.batch.num_judged
 
 
 def apply_criteria(batch: PaddedBatch) -> None:
@@ -33,7 +25,7 @@ def apply_criteria(batch: PaddedBatch) -> None:
         What a criterion raised, or a processor before it, if requests share them. A request that stands alone keeps
         the error, and the tokens before the one that the criterion failed to judge.
     """
-    criteria = unknown_criteria(batch)
+    criteria = next(request.rules.unknown_criteria for request in batch.requests if request is not None)
     _raise_failures(batch, batch.num_judged if criteria else None)
     while criteria and batch.num_judged < _num_ready(batch):
         length = batch.num_judged + 1

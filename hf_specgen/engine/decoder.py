@@ -311,7 +311,8 @@ class Decoder:
             self.rows.leave(slot)
 
     def _apply_criteria(self, requests: list[Request]) -> None:
-        for batch in {id(request.batch): request.batch for request in requests}.values():
+        concerned = [request for request in requests if request.rules.unknown_criteria or not request.is_alone]
+        for batch in {id(request.batch): request.batch for request in concerned}.values():
             try:
                 apply_criteria(batch)
             finally:

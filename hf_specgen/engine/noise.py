@@ -21,21 +21,24 @@ class Noise:
     """
 
     def __init__(self, seed: int | None = None):
-        seed = int(torch.randint(MAX_SEED, ())) if seed is None else seed
-        self._generator = torch.Generator().manual_seed(seed)
-        self._committed = self._generator.get_state()
+        self._seed = int(torch.randint(MAX_SEED, ())) if seed is None else seed
+        self._generator = torch.Generator().manual_seed(self._seed)
+        self._num_drawn = self._num_committed = 0
 
     def draw(self, count: int) -> Tensor:
         """The next `count` numbers in `[0, 1)`, on the CPU."""
+        self._num_drawn += count
         return torch.rand(count, generator=self._generator)
 
     def commit(self) -> None:
         """The round is over: its numbers are used up."""
-        self._committed = self._generator.get_state()
+        self._num_committed = self._num_drawn
 
     def roll_back(self) -> None:
         """The round has failed: its numbers come again."""
-        self._generator.set_state(self._committed)
+        self._generator.manual_seed(self._seed)
+        self._num_drawn = 0
+        self.draw(self._num_committed)
 
 
 def draft_noise(noises: Sequence[Noise | None], counts: Sequence[int], columns: int) -> Tensor:

@@ -2,10 +2,19 @@
 
 from collections.abc import Set
 from dataclasses import dataclass, field
+from functools import cached_property
 
-from transformers import LogitsProcessorList, StoppingCriteriaList
+from transformers import (
+    LogitsProcessorList,
+    MaxTimeCriteria,
+    StoppingCriteria,
+    StoppingCriteriaList,
+    StopStringCriteria,
+)
 
 from ..arguments import checked_integer
+
+KNOWN_CRITERIA = (MaxTimeCriteria, StopStringCriteria)  # they say the same of a token whenever they are asked
 
 
 @dataclass(frozen=True)
@@ -43,3 +52,8 @@ class DecodingRules:
         object.__setattr__(self, "eos_token_ids", ids)
         if not isinstance(self.do_sample, bool):
             raise TypeError(f"`do_sample` has to be a bool, but is {self.do_sample!r}.")
+
+    @cached_property
+    def unknown_criteria(self) -> list[StoppingCriteria]:
+        """Stopping criteria of which nothing is known, so that they may remember what they are called with."""
+        return [criterion for criterion in self.stopping_criteria if type(criterion) not in KNOWN_CRITERIA]

@@ -232,7 +232,7 @@ def seeded_requests() -> list[Request]:
     ]
 
 
-@pytest.mark.parametrize("settings", [{}, {"confidence_threshold": 0.2}, {"schedule": "heuristic"}])
+@pytest.mark.parametrize("settings", [{}, {"probability_threshold": 0.2}, {"schedule": "heuristic"}])
 def test_seeded_request_has_one_text_alone_and_among_others(llama, settings):
     draft = noisy_copy(llama)
 
