@@ -17,13 +17,14 @@ from hf_specgen import (
 )
 from hf_specgen.drafters import ConfidenceThreshold
 from hf_specgen.engine.request import PaddedBatch
-from tests.support.decoding import Fails, make_requests, plain_text, rules, run
+from tests.support.decoding import make_requests, plain_text, rules, run
 from tests.support.dspark_models import HEADS, bigram_target, fitted_drafter
 from tests.support.dspark_rounds import requests_for, tapped
 from tests.support.models import (
     assert_partly_accepted,
     left_padded,
 )
+from tests.support.processors import Fails
 
 BLOCK = 4
 
@@ -174,11 +175,15 @@ def test_failed_round_is_made_good(target, draft, monkeypatch, place):
 
 
 class FailingProcessor(LogitsProcessor):
+    """Fails by accident, as a device may; nothing of that is in its memory, which is taken back with candidates."""
+
+    judge = staticmethod(lambda scores: scores)
+
     def __init__(self, call: int):
-        self.judge = failing_once(lambda scores: scores, call)
+        FailingProcessor.judge = staticmethod(failing_once(lambda scores: scores, call))
 
     def __call__(self, input_ids, scores):
-        return self.judge(scores)
+        return FailingProcessor.judge(scores)
 
 
 class FailingCriterion(StoppingCriteria):

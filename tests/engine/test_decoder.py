@@ -19,8 +19,9 @@ from hf_specgen import (
     Request,
 )
 from hf_specgen.layers.attention import GROUPED_ATTENTION
-from tests.support.decoding import WARPERS, Fails, make_requests, plain_text, prompt, rules, run
+from tests.support.decoding import WARPERS, make_requests, plain_text, prompt, rules, run
 from tests.support.models import PAD, assert_partly_accepted, cycle_model, make_model, noisy_copy
+from tests.support.processors import Fails
 
 
 @pytest.fixture(scope="module")

@@ -1,7 +1,15 @@
-"""Stopping criteria that remember what they were called with."""
+"""Stopping criteria; most remember what they were called with."""
 
 import torch
 from transformers import StoppingCriteria
+
+
+class EndsWithOneOf(StoppingCriteria):
+    def __init__(self, *token_ids):
+        self.token_ids = torch.tensor(token_ids)
+
+    def __call__(self, input_ids, scores, **kwargs):
+        return torch.isin(input_ids[:, -1], self.token_ids)
 
 
 class CountsCalls(StoppingCriteria):

@@ -4,10 +4,8 @@ import random
 
 import torch
 from transformers import (
-    LogitsProcessor,
     LogitsProcessorList,
     NoRepeatNGramLogitsProcessor,
-    StoppingCriteria,
     StoppingCriteriaList,
     TemperatureLogitsWarper,
     TopKLogitsWarper,
@@ -23,31 +21,10 @@ from hf_specgen import (
     Request,
     TokenPenalties,
 )
+from tests.support.criteria import EndsWithOneOf
 from tests.support.models import EOS, VOCAB_SIZE
 
 WARPERS = [TemperatureLogitsWarper(2.0), TopKLogitsWarper(12), TopPLogitsWarper(0.95)]
-
-
-class EndsWithOneOf(StoppingCriteria):
-    def __init__(self, *token_ids):
-        self.token_ids = torch.tensor(token_ids)
-
-    def __call__(self, input_ids, scores, **kwargs):
-        return torch.isin(input_ids[:, -1], self.token_ids)
-
-
-class Fails(LogitsProcessor):
-    """Raises, or masks every token, as soon as a row has some length."""
-
-    def __init__(self, length, kind):
-        self.length, self.kind = length, kind
-
-    def __call__(self, input_ids, scores):
-        if input_ids.shape[1] < self.length:
-            return scores
-        if self.kind == "raises":
-            raise RuntimeError("no luck")
-        return torch.full_like(scores, -torch.inf)
 
 
 def rules(*processors, criteria=(), **settings):

@@ -1,7 +1,21 @@
-"""Processors that remember what they were called with."""
+"""Processors that fail, and processors that remember what they were called with."""
 
 import torch
 from transformers import LogitsProcessor
+
+
+class Fails(LogitsProcessor):
+    """Raises, or masks every token, as soon as a row has some length."""
+
+    def __init__(self, length, kind):
+        self.length, self.kind = length, kind
+
+    def __call__(self, input_ids, scores):
+        if input_ids.shape[1] < self.length:
+            return scores
+        if self.kind == "raises":
+            raise RuntimeError("no luck")
+        return torch.full_like(scores, -torch.inf)
 
 
 class CoolsDown(LogitsProcessor):
