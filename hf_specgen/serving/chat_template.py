@@ -1,5 +1,6 @@
 """ChatTemplate: conversations -> the text that a model reads, whatever form of contents its template expects."""
 
+import json
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -73,7 +74,12 @@ class ChatTemplate:
                 {**message, "content": self._forms_of(message["role"], template).form(message["content"])}
                 for message in checked
             ]
-            return self._apply(formed, settings)
+            text = self._apply(formed, settings)
+            for number, message in enumerate(formed):  # what a template reads may depend on a message's place too
+                if _is_printed_as_list(message["content"], text):
+                    formed[number] = {**message, "content": text_of(message["content"])}
+                    text = self._apply(formed, settings)
+            return text
         except Exception as error:  # templates raise jinja2's errors, which are no ValueErrors
             raise RequestError(
                 f"The chat template cannot render {shown(checked)}: {error}", param="messages"
@@ -111,6 +117,10 @@ class ChatTemplate:
 def text_part(text: str) -> dict[str, Any]:
     """A part that is a text."""
     return {"type": "text", "text": text}
+
+
+def _is_printed_as_list(content: Content, rendered: str) -> bool:
+    return isinstance(content, list) and (str(content) in rendered or json.dumps(content) in rendered)
 
 
 def _conversation(role: str, content: Content, asked: Content) -> list[dict[str, Any]]:

@@ -5,6 +5,7 @@ Knows the words of a body and nothing of prompts, models or answers.
 
 import math
 from collections.abc import Mapping
+from numbers import Integral, Real
 from typing import Any
 
 from ..arguments import check_count, shown
@@ -97,10 +98,9 @@ def from_openai(body: Mapping[str, Any]) -> SamplingParams:
     if not isinstance(body, Mapping):
         raise RequestTypeError(f"`body` has to be a mapping, but is {shown(body)}.")
     given = {
-        name: value
-        for name, value in body.items()
-        if value is not None and name not in ANSWERING_FIELDS and (value != [] or name in FIELDS)
+        name: _plain(name, value) for name, value in body.items() if value is not None and name not in ANSWERING_FIELDS
     }
+    given = {name: value for name, value in given.items() if value != [] or name in FIELDS}
     _check_numbers(given)
     if unserved := [name for name, value in given.items() if not _is_served(name, value, given)]:
         asked = ", ".join(f"{name}={shown(given[name])}" for name in unserved[:8])
@@ -124,6 +124,15 @@ def from_openai(body: Mapping[str, Any]) -> SamplingParams:
         for own, name in names.items():
             message = message.replace(f"`{own}`", f"`{name}`")
         raise refused(error, names.get(error.param or "", error.param), message) from error
+
+
+def _plain(name: str, value: Any) -> Any:
+    """A value of JSON, numbers as Python's own."""
+    if isinstance(value, bool | str | Mapping | list | tuple):
+        return value
+    if isinstance(value, Real):
+        return int(value) if isinstance(value, Integral) else float(value)
+    raise RequestTypeError(f"`{name}` has to be a value of JSON, but is {shown(value)}.", param=name)
 
 
 def _is_served(name: str, value: Any, given: Mapping[str, Any]) -> bool:

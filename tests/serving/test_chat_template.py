@@ -110,3 +110,13 @@ def test_template_that_refuses_and_template_that_is_missing():
         template_of(None).render([message])
     with pytest.raises(RequestError, match="'image'"):
         template_of(TEMPLATES["loops over parts"]).render([{"role": "user", "content": [{"type": "image"}]}])
+
+
+def test_a_form_that_depends_on_the_place_of_a_message():
+    loop = "{% for p in m['content'] %}{{ p['text'] }}{% endfor %}"
+    only_last = template_of(
+        "{% for m in messages %}<{% if loop.last %}" + loop + "{% else %}{{ m['content'] }}{% endif %}>{% endfor %}"
+    )
+    for first, last in (("abc", "def"), (as_parts("a", "bc"), as_parts("de", "f"))):
+        messages = [{"role": "user", "content": first}, {"role": "user", "content": last}]
+        assert only_last.render(messages) == "<abc><def>"

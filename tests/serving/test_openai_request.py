@@ -2,6 +2,7 @@ import json
 import pickle
 from typing import Any
 
+import numpy as np
 import pytest
 
 from hf_specgen.serving.openai_request import NEUTRAL_VALUES, from_openai
@@ -358,3 +359,15 @@ def test_bodies_of_the_client_of_openai_are_read(settings):
     (body,) = bodies
     assert body["messages"] == messages
     assert from_openai(body) == SamplingParams(seed=settings.get("seed"))
+
+
+@pytest.mark.parametrize("name", ["seed", "n", "temperature", "response_format", "best_of", "tool_choice", "stop"])
+def test_values_that_are_not_of_json_are_named(name):
+    with pytest.raises(RequestError, match=f"`{name}` has to be a value of JSON"):
+        from_openai({name: np.array([0.5])})
+
+
+def test_numbers_of_numpy_are_numbers():
+    assert from_openai({"temperature": np.float64(0.5), "n": np.int64(2)}) == from_openai({"temperature": 0.5, "n": 2})
+    with pytest.raises(RequestError, match="`temperature`"):
+        from_openai({"temperature": np.float64("nan")})
