@@ -20,6 +20,7 @@ from ..layers.attention import grouped_attention
 from .batch import Rows, forward, forward_last, padded
 from .criteria import apply_criteria
 from .drafter import MAX_CANDIDATES, Draft, Drafter, draft_block
+from .judging import unknown_processors
 from .limits import NO_LIMITS, CacheLimits
 from .model_facts import check_ids, check_positions, longest_row
 from .noise import verification_noise
@@ -27,7 +28,7 @@ from .recorder import RoundRecorder
 from .request import Request
 from .results import RowResult, round_results
 from .scheduler import Scheduler
-from .scoring import score, unknown_processors
+from .scoring import score
 from .selfcheck import check_window, self_check
 from .stats import DecodingStats
 from .stopping import apply_stops

@@ -86,6 +86,7 @@ class Memory:
     def __init__(self, processor: Callable[..., Any]):
         self._processor = processor
         self._initial = Snapshot(processor)
+        self.is_used = False  # whether a call has ever changed the state
         self._states: dict[int, list[Snapshot]] = {}  # by row: after what is committed, and after each candidate
 
     def before(self, row: int, position: int) -> Snapshot:
@@ -100,6 +101,7 @@ class Memory:
     def note(self, before: Snapshot, places: Iterable[tuple[int, int]]) -> None:
         """Takes down the state after a call that began in `before` and judged these rows and positions."""
         after = before if before.is_current() else Snapshot(self._processor)
+        self.is_used = self.is_used or after is not before
         for row, position in places:
             self._states[row][position + 1 :] = [after]
 

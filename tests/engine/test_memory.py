@@ -12,7 +12,14 @@ from transformers import LogitsProcessor, LogitsProcessorList
 from hf_specgen import CausalLMDrafter, Decoder, DecodingRules, PromptLookupDrafter, Request, enable_speculation
 from hf_specgen.engine.memory import Snapshot
 from tests.support.models import PAD, left_padded, make_model, noisy_copy, ragged_lengths
-from tests.support.processors import CachesText, CoolsDown, ForbidsOnce, RemembersScores, closure_with_memory
+from tests.support.processors import (
+    CachesText,
+    CoolsDown,
+    ForbidsOnce,
+    RemembersScores,
+    SharesSeen,
+    closure_with_memory,
+)
 
 KINDS = [CoolsDown, ForbidsOnce, RemembersScores, CachesText, closure_with_memory]
 
@@ -91,6 +98,26 @@ def test_memory_is_as_before_after_a_pass_that_failed(models):
             except LookupError:
                 num_failed += 1
         assert num_failed == 1 and request.token_ids == expected.tolist()
+
+
+@pytest.mark.parametrize("drafting", ["draft", "look-up"])
+def test_memory_that_mixes_rows_is_right_or_refused_by_name(models, drafting):
+    plain, ours, draft = models
+    num_refused = 0
+    for seed in range(20):
+        batch = left_padded(ragged_lengths((1, 2, 3)[seed % 3], seed), seed=seed)
+        call = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": PAD, "eos_token_id": None}
+        expected = plain.generate(**batch, **call, logits_processor=LogitsProcessorList([SharesSeen()]))
+        extra = {"assistant_model": draft} if drafting == "draft" else {"prompt_lookup_num_tokens": 4}
+        try:
+            found = ours.generate(**batch, **call, **extra, logits_processor=LogitsProcessorList([SharesSeen()]))
+        except ValueError as error:
+            assert "`SharesSeen` remembers what it was called with and mixes the rows of a batch" in str(error)
+            assert len(batch["input_ids"]) > 1
+            num_refused += 1
+        else:
+            assert found.tolist() == expected.tolist(), seed
+    assert num_refused > 0 or drafting == "look-up"  # which finds nothing where nothing comes twice
 
 
 class HoldsIterator(LogitsProcessor):

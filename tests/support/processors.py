@@ -86,3 +86,16 @@ def closure_with_memory():
 
 def without_best(scores):
     return scores.scatter(1, scores.argmax(dim=-1, keepdim=True), -torch.inf)
+
+
+class SharesSeen(LogitsProcessor):
+    """Forbids in all rows the ids that any row has had: rows that are not there yet would have to be known."""
+
+    def __init__(self):
+        self.seen = set()
+
+    def __call__(self, input_ids, scores):
+        self.seen.update(input_ids[:, -1].tolist())
+        scores = scores.clone()
+        scores[:, sorted(self.seen)] = -torch.inf
+        return scores
