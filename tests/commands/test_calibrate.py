@@ -32,6 +32,7 @@ def save_pair(folder: Path, **settings: Any) -> list[str]:
     return [word for option, name in names.items() for word in (f"--{option}", str(folder / name))]
 
 
+@pytest.mark.slow
 def test_the_calibration_is_written_beside_the_drafter(capsys, tmp_path):
     pair = save_pair(tmp_path)
     run("calibrate", [*pair, *"--max_new_tokens 96 --do_sample --temperature 2.0 --plot".split(), ""])

@@ -28,6 +28,7 @@ def decoded(monkeypatch):
     return settings
 
 
+@pytest.mark.slow
 def test_texts_are_shown_as_they_come_and_each_run_says_how_fast_it_was(decoded, capsys):
     run("demo", SHORT)
     printed = capsys.readouterr().out

@@ -121,6 +121,7 @@ def test_a_plot_needs_matplotlib(monkeypatch, capsys, tmp_path):
         assert "error: `--plot` needs matplotlib" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_script_ends_as_its_command_does():
     done = start_script("generate", *HI, "--num_lookup_tokens", "0")
     assert done.returncode == 2
@@ -175,6 +176,7 @@ def test_help_tells_how_to_start_and_every_default(capsys, name):
     assert "python scripts/" in printed and "(default: " in printed
 
 
+@pytest.mark.slow
 def test_processes_that_did_not_find_each_other_are_refused():
     code = (
         "import os; from hf_specgen.commands import processes; "

@@ -355,6 +355,7 @@ def test_block_size_is_checked():
         calibration.check_block_size(3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_positions", [1, 5])
 def test_diagram_is_drawn(tmp_path, num_positions):
     pytest.importorskip("matplotlib")

@@ -95,6 +95,7 @@ def test_sizes_that_the_files_do_not_have_are_refused(model, tmp_path, monkeypat
     assert words in sentence
 
 
+@pytest.mark.slow
 def test_more_layers_than_the_file_has_are_refused(folder):
     edit(folder / "config.json", num_hidden_layers=1000, layer_types=["full_attention"] * 1000)
     sentence = refusal(folder)
@@ -426,6 +427,7 @@ def test_calibration_is_replaced_whole(tmp_path, monkeypatch):
 # In random ways
 
 
+@pytest.mark.slow
 def test_checkpoints_broken_at_random_are_refused_in_sentences(tmp_path):
     command = [sys.executable, "-m", "tests.support.broken_checkpoints", str(tmp_path), "150", "7"]
     done = subprocess.run(

@@ -295,6 +295,7 @@ def test_candidates_follow_one_another(drafts, head):
 # Ends
 
 
+@pytest.mark.slow
 def test_eos_at_every_place_of_a_round(target, speculating):
     good_draft = fitted_drafter(target, "vanilla", noise=0.1, markov_rank=32)
     places, stats = set(), []

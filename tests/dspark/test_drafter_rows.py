@@ -49,6 +49,7 @@ def draft(drafts):
     return drafts["gated"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("head", "threshold"), [("vanilla", None), ("gated", 0.5), ("rnn", 0.5)])
 def test_request_in_company_equals_itself_alone(target, drafts, head, threshold):
     policy = None if threshold is None else ConfidenceThreshold(threshold)

@@ -245,6 +245,7 @@ def test_speculators_with_a_reduced_vocabulary_drafts_about_as_well(enabled, do_
     assert reduced > (1.2 if do_sample else expected - 0.15)
 
 
+@pytest.mark.slow
 def test_dflash_of_z_lab_equals_its_trace(enabled, target, monkeypatch):
     name = "other_layouts/dflash_zlab"
     draft = load(name)

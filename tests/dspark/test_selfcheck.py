@@ -259,6 +259,7 @@ def test_drafter_for_another_target_is_refused(target, tokenizer):
         check_drafter(poisonable_drafter(target), cycle_model(list(range(VOCAB))), tokenizer, PROMPTS)
 
 
+@pytest.mark.slow
 def test_target_is_left_as_it_was(target, tokenizer):
     before = (type(target), set(vars(target)), target.training, target.config.to_dict())
     check_drafter(poisonable_drafter(target, mask_token_id=3), target, tokenizer, PROMPTS)
@@ -308,6 +309,7 @@ FRAGMENTS = ["errupte", "s", " the feature in question"]
 FRAGMENTS += ["       self._int  = value._int\n            self._is_special "]
 
 
+@pytest.mark.slow
 @needs_golden
 @pytest.mark.parametrize(
     ("name", "wrong", "words"),
@@ -326,6 +328,7 @@ def test_reference_drafter_with_a_wrong_setting(golden_target, byte_tokenizer, n
     assert any(finding.startswith(f"With {words} it drafts") for finding in check.findings)
 
 
+@pytest.mark.slow
 @needs_golden
 def test_wrong_layout_that_costs_a_quarter_is_named(golden_target, byte_tokenizer):
     model = DSparkModel.from_pretrained(GOLDEN / REFERENCES[0])

@@ -150,6 +150,7 @@ def test_left_padding_is_no_context(target, draft):
         assert_partly_kept(sizes)
 
 
+@pytest.mark.slow
 def test_eos_at_every_place(target):
     good_draft, ends = fitted_drafter(target, "vanilla", noise=0.1, markov_rank=32), set()
     for seed in range(3):

@@ -285,6 +285,7 @@ def test_generation_configs_are_unchanged_by_thresholds_and_counts(target, draft
     assert draft.confidence_threshold == 0.5
 
 
+@pytest.mark.slow
 def test_targets_may_alternate(target, draft):
     """Whole calls in turn, and one call inside a round of another."""
     other = noisy_copy(target, 0.1)

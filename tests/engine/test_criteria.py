@@ -53,6 +53,7 @@ def assert_same_in_batches(models, make_criteria, drafting, **settings):
     return num_shorter
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("drafting", ["draft", "look-up"])
 @pytest.mark.parametrize("pad", [PAD, EOS])
 @pytest.mark.parametrize("kind", KINDS)
@@ -63,6 +64,7 @@ def test_criterion_with_a_memory_ends_rows_as_in_plain_generate(models, kind, pa
     assert assert_same_in_batches(models, make_criteria, drafting, pad_token_id=pad) > 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("drafting", ["draft", "look-up"])
 @pytest.mark.parametrize("pad", [PAD, 20])
 def test_criterion_of_lm_evaluation_harness_loses_no_text(models, pad, drafting):
@@ -76,6 +78,7 @@ def test_criterion_of_lm_evaluation_harness_loses_no_text(models, pad, drafting)
     assert assert_same_in_batches(models, make_criteria, drafting, pad_token_id=pad, eos_token_id=[20, 41, 33]) > 3
 
 
+@pytest.mark.slow
 def test_criteria_with_memories_go_together_with_other_stops(models):
     def make_criteria(length, rows):
         known = MaxTimeCriteria(max_time=1000.0, initial_timestamp=0.0)

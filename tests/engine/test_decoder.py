@@ -32,6 +32,7 @@ def draft(llama):
 # Requests side by side
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["draft", "lookup", "plain"])
 def test_request_in_company_equals_itself_alone(llama, draft, kind):
     drafters = {"draft": CausalLMDrafter(draft, 4), "lookup": PromptLookupDrafter(4), "plain": None}
@@ -284,6 +285,7 @@ def emitted(trace):
     return [*trace.proposed[: trace.num_accepted]] + ([] if trace.next_token_id is None else [trace.next_token_id])
 
 
+@pytest.mark.slow
 def test_counts_of_two_runs_add_up_to_those_of_both(llama, draft):
     decoder = Decoder(llama, CausalLMDrafter(draft, 4), max_batch_size=3)
     parts = [run(llama, CausalLMDrafter(draft, 4), make_requests()) for _ in range(2)]

@@ -30,6 +30,7 @@ def models():
     return plain, enable_speculation(copy.deepcopy(plain)), noisy_copy(plain, 0.1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("drafting", ["draft", "look-up"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_text_is_that_of_plain_generate_in_any_batch(models, kind, drafting):

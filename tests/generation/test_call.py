@@ -187,6 +187,7 @@ def test_max_time_ends_after_the_round_in_which_it_ran_out(llama, draft):
     assert assert_same_as_plain(llama, batch, drafting, max_new_tokens=20, max_time=1e9).tokens > 20
 
 
+@pytest.mark.slow
 def test_prompt_lookup_in_a_batch(llama):
     stats = [
         assert_same_as_plain(
@@ -198,6 +199,7 @@ def test_prompt_lookup_in_a_batch(llama):
     assert_partly_accepted(*stats)
 
 
+@pytest.mark.slow
 def test_any_stopping_criterion_ends_a_row_inside_a_block(llama, draft):
     stats = []
     for seed in range(3):

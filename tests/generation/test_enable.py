@@ -180,6 +180,7 @@ def test_statistics_are_those_of_the_last_call(llama):
     assert model.speculation_stats is None
 
 
+@pytest.mark.slow
 def test_classes_made_on_the_fly_are_freed_with_their_models(llama):
     alive = []
     for number in range(20):

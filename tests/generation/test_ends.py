@@ -50,6 +50,7 @@ def ring_drafting(kind, num_tokens):
     return {"assistant_model": ring(), "num_assistant_tokens": num_tokens}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["draft", "lookup"])
 def test_stop_string_inside_an_accepted_block(kind):
     model, drafting = ring(), ring_drafting(kind, 8)

@@ -49,6 +49,7 @@ def test_lora_model_generates_as_without_speculation(llama, draft):
     assert type(disable_speculation(lora).get_base_model()) is LlamaForCausalLM
 
 
+@pytest.mark.slow
 def test_peft_model_as_draft(llama):
     peft = pytest.importorskip("peft")
     torch.manual_seed(0)

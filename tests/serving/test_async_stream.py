@@ -14,6 +14,7 @@ async def joined(stream):
     return "".join([piece async for piece in stream])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["eager", "batched", "speculative"])
 def test_tasks_side_by_side_read_the_texts_of_generate(kind):
     prompts = random_prompts(12)

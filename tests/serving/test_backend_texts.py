@@ -152,6 +152,7 @@ def test_each_request_in_company_equals_itself_alone(kind):
     assert_speculates(kind, backend)
 
 
+@pytest.mark.slow
 def test_seed_gives_the_same_text_in_kinds_without_a_drafter():
     prompts, params = random_prompts(16, seed=9), mixed_params(1)
     eager, batched = (backend_of(kind).generate(prompts, params) for kind in ("eager", "batched"))

@@ -141,6 +141,7 @@ def test_backend_works_in_a_process_that_was_forked_inside_a_round_of_another_th
     assert_idle(backend)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 def test_forks_at_any_moment_of_other_threads_decoding():
     backend, stopped = backend_of("batched"), threading.Event()

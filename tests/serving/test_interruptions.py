@@ -133,6 +133,7 @@ def test_interrupt_at_any_line_leaves_nothing_locked_and_no_slot_taken():
         assert_idle(backend)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_interrupt_at_any_line_while_others_read_costs_them_at_most_a_round():
     """An interrupt ends the requests of its round; those that wait, and all that come, have their texts."""

@@ -465,6 +465,7 @@ def run(
     return requests, decoder.stats
 
 
+@pytest.mark.slow
 def test_greedy_speculation_equals_plain_generate(llama):
     draft, total = noisy_copy(llama, 0.8), DecodingStats()
     for seed in range(8):
@@ -481,6 +482,7 @@ def test_greedy_speculation_equals_plain_generate(llama):
     assert_partly_accepted(total)
 
 
+@pytest.mark.slow
 def test_speculative_samples_are_drawn_from_the_scores_by_the_book(llama):
     draft, total = noisy_copy(llama, 0.8), DecodingStats()
     for seed in range(8):

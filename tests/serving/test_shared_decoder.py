@@ -76,6 +76,7 @@ def test_name_of_a_request_that_was_refused_is_free():
 # Failures
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [1, 2, 3, 6])
 @pytest.mark.parametrize("kind", ["batched", "speculative", "dspark"])
 def test_exception_of_the_model_reaches_the_readers_of_its_pass_whoever_runs_it(monkeypatch, kind, number):
@@ -142,6 +143,7 @@ def test_error_of_a_pass_does_not_keep_its_tensors(monkeypatch):
     assert "failing" in "".join(traceback.format_exception(completions[0].error)), "the lines are still told"
 
 
+@pytest.mark.slow
 def test_interrupt_in_a_round_reaches_who_runs_it_and_ends_those_in_the_round(monkeypatch):
     backend, target = byte_backend_of("batched", max_batch_size=2), byte_models()["target"]
     expected = "".join(backend.stream("c", endless()))
@@ -190,6 +192,7 @@ def test_generate_starts_no_thread(monkeypatch):
     assert threading.active_count() == before and tqdm.monitor is None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["batched", "speculative", "dspark"])
 def test_threads_share_a_backend_and_get_the_texts_that_they_would_get_alone(kind):
     backend, num_threads = byte_backend_of(kind, max_batch_size=4), threading.active_count()
@@ -297,6 +300,7 @@ def test_stream_dropped_while_a_round_ends_is_seen_to(monkeypatch):
     assert_idle(backend)
 
 
+@pytest.mark.slow
 def test_collector_that_runs_inside_a_round_does_not_wait_for_it(monkeypatch):
     """A stream in a cycle is collected by the very thread that holds the lock."""
     backend = byte_backend_of("batched")

@@ -17,6 +17,7 @@ from tests.support.tokenizers import byte_tokenizer, letters_tokenizer
 # Pieces
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_pieces_joined_are_the_text_of_generate(kind):
     backend, other = byte_backend_of(kind), byte_backend_of(kind)
@@ -55,6 +56,7 @@ class OneByOne:
         self.pieces = [(piece, list(self.job.request.token_ids)) for piece in self.stream]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["batched", "lookup", "dspark"])
 def test_no_piece_holds_a_broken_character_that_later_tokens_complete(kind):
     """What was given away never changes, and all is given away that cannot change."""
@@ -256,6 +258,7 @@ def test_closed_batch_frees_all_its_slots():
     assert_idle(backend)
 
 
+@pytest.mark.slow
 def test_streams_in_turns_share_the_rounds():
     """Reading one stream brings the other on: both texts are those alone, in the passes of one."""
     backend = byte_backend_of("batched")

@@ -56,6 +56,7 @@ def plain_text(model, prompt: str, max_new_tokens: int = 12) -> str:
     return tokenizer.decode([token_id for token_id in generated if token_id != EOS])
 
 
+@pytest.mark.slow
 def test_texts_are_those_of_the_prompts_alone_after_training_with_right_padding(tmp_path):
     spy = Spy()
     trainer = make_trainer(tmp_path, make_model("llama"), [spy])
@@ -71,6 +72,7 @@ def test_texts_are_those_of_the_prompts_alone_after_training_with_right_padding(
     assert len(texts) == 4 and texts[0] != texts[-1], "training changed nothing"
 
 
+@pytest.mark.slow
 def test_speculation_changes_no_text(tmp_path):
     model = make_model("llama")
     texts = []
@@ -98,6 +100,7 @@ class Disturber(TrainerCallback):
         torch.rand(1)
 
 
+@pytest.mark.slow
 def test_training_is_the_same_to_the_last_bit(tmp_path):
     def train(name, *callbacks):
         checkpointing = {"activation_checkpointing": True, "activation_checkpointing_kwargs": {"use_reentrant": False}}
@@ -118,6 +121,7 @@ def test_training_is_the_same_to_the_last_bit(tmp_path):
     assert train("disturbed", Disturber())[0] != expected, "the losses do not depend on the random numbers"
 
 
+@pytest.mark.slow
 def test_dropout_is_off_in_greedy_texts(tmp_path):
     spy = Spy()
     trainer = make_trainer(tmp_path, dropout_model(), [spy], max_steps=2)
@@ -237,6 +241,7 @@ def test_seq2seq_trainer(tmp_path):
     assert any("eval_mean_length" in entry for entry in trainer.state.log_history)
 
 
+@pytest.mark.slow
 def test_sft_trainer_keeps_its_own_metrics(tmp_path):
     trl = pytest.importorskip("trl")
     own = {}
@@ -274,6 +279,7 @@ def test_half_precision_training(tmp_path):
     assert len(read(tmp_path, 1)) == len(PROMPTS)
 
 
+@pytest.mark.slow
 def test_a_metric_that_raises_is_left_out(tmp_path, monkeypatch):
     def broken(completions, references):
         raise KeyError("no such thing")
@@ -333,6 +339,7 @@ def test_a_best_metric_that_nobody_computes_is_still_an_error(tmp_path):
         trainer.train()
 
 
+@pytest.mark.slow
 def test_a_prompt_that_fails_is_counted_and_named(tmp_path, monkeypatch):
     messages = []
     monkeypatch.setattr(module_of_callback.logger, "error", messages.append)
@@ -533,6 +540,7 @@ def test_texts_that_cannot_be_saved_any_more_do_not_end_the_training(tmp_path, m
     assert str(tmp_path / "completions" / "eval_step_00000002.jsonl") in message
 
 
+@pytest.mark.slow
 def test_switches_that_a_metric_leaves_are_set_back(tmp_path):
     def careless(completions, references):
         torch.set_grad_enabled(False)
@@ -555,6 +563,7 @@ def bytes_in_tensors() -> int:
     return sum({each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in tensors}.values())
 
 
+@pytest.mark.slow
 def test_twenty_evaluations_need_no_more_memory_than_two(tmp_path):
     trainer = make_trainer(tmp_path, make_model())
     GenerationEvalCallback([*PROMPTS, "D"], SamplingParams(max_new_tokens=40)).attach(trainer)
