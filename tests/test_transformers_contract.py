@@ -18,7 +18,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.utils import cached_file
 
 from hf_specgen import enable_speculation
-from hf_specgen.engine.scoring import IGNORES_IDS
+from hf_specgen.engine.judging import IGNORES_IDS
 from hf_specgen.generation.enable import SpeculationMixin
 from tests.support.models import FAMILIES, character_tokenizer, left_padded, make_model
 

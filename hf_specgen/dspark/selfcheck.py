@@ -81,7 +81,7 @@ def check_drafter(
         for name in model.foreign_tables(target)
     ]
     length = _mean_accepted_length(model, target, prompt_ids)
-    if length >= GOOD_SHARE * (model.config.num_candidates + 1):
+    if length >= GOOD_SHARE * (model.config.block_size + 1):
         return DSparkCheck(length, {}, tuple(findings))
     alternatives = {
         name: _mean_accepted_length(variant, target, prompt_ids)

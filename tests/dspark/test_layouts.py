@@ -404,9 +404,9 @@ def test_legacy_rotary_keys_are_not_written_beside_the_new_ones():
             },
             "Eagle3Speculator.*it has no `block_size`",
         ),
-        ({**RELEASED, "model_type": "mamba"}, "over 'mamba' layers are not known; known are qwen3"),
-        ({**RELEASED, "model_type": "deepseek_v4"}, "over 'deepseek_v4' layers are not known"),
-        (without(RELEASED, "model_type"), "over None layers are not known"),
+        ({**RELEASED, "model_type": "mamba"}, "is 'mamba', whose layers are not known; known are qwen3"),
+        ({**RELEASED, "model_type": "deepseek_v4"}, "is 'deepseek_v4', whose layers are not known"),
+        (without(RELEASED, "model_type"), "is None, whose layers are not known"),
         ({"architectures": ["T5ForConditionalGeneration"], "model_type": "t5"}, "T5ForConditionalGeneration"),
     ],
 )

@@ -303,7 +303,11 @@ def test_target_with_a_padded_vocabulary_gives_no_tables(target, model, tmp_path
         (ValueError, r"`assistant_confidence_threshold`.* is -0\.1", {"assistant_confidence_threshold": -0.1}),
         (ValueError, "`assistant_confidence_threshold`.* is nan", {"assistant_confidence_threshold": float("nan")}),
         (ValueError, "`assistant_confidence_threshold`.* is 'x'", {"assistant_confidence_threshold": "x"}),
-        (ValueError, "`max_matching_ngram_size` is for prompt lookup", {"max_matching_ngram_size": 2}),
+        (
+            ValueError,
+            "`max_matching_ngram_size` is given, but a draft model has",
+            {"max_matching_ngram_size": 2},
+        ),
     ],
     ids=str,
 )
